@@ -1,0 +1,1 @@
+"""The embedded default: every part real, on one machine, on loopback."""

@@ -1,0 +1,1 @@
+"""Nothing here reaches a network other than loopback."""
