@@ -8,6 +8,7 @@
     │   ├── RayJobStoppedError        the job ended STOPPED
     │   ├── RayJobTimeoutError        a deadline passed
     │   ├── RayJobLostError           the cluster no longer knows the job
+    │   ├── RayAccessError            the cluster or its gateway refused the credentials
     │   └── RayUnreachableError       the dashboard did not answer for longer than we wait
     ├── EndpointError                 the model endpoint; has `http_status`
     │   ├── TransientEndpointError    a retry can help; has `retry_after_s`
@@ -82,6 +83,10 @@ class RayJobLostError(RayJobError):
     """The cluster answers, but does not know the job any more (its head was replaced)."""
 
 
+class RayAccessError(RayJobError):
+    """The cluster or its gateway refused the credentials (HTTP 401, 403)."""
+
+
 class RayUnreachableError(RayJobError):
     """The dashboard or gateway did not answer for longer than we wait. The job may still run."""
 
@@ -121,6 +126,10 @@ class TerminalEndpointError(EndpointError):
 
 class ServeError(RaylmError):
     """A Serve application could not be deployed, or could not be shown to be gone."""
+
+
+class StorageError(RaylmError):
+    """The object store refused or failed: wrong key, no such bucket, a wrong clock, an expired token."""
 
 
 class OutputError(RaylmError):

@@ -1,0 +1,325 @@
+"""Airflow connection in, Ray Jobs API out.
+
+A connection of type `ray`: host is the URL of the dashboard or of a gateway before it, password is the token, and the
+extras say what else the gateway wants. Everything the cluster is asked goes to that address and carries only what the
+connection holds, whatever the worker's environment says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import BaseHook
+
+from airflow_provider_raylm.exceptions import (
+    RayAccessError,
+    RayJobError,
+    RaylmError,
+    RaySubmitError,
+    RayUnreachableError,
+    SpecError,
+)
+from airflow_provider_raylm.hooks import loop
+from airflow_provider_raylm.hooks.jobs_client import Cluster, RayJobsClient
+from airflow_provider_raylm.hooks.submission import submission_client
+from airflow_provider_raylm.polling import JobInfo
+
+if TYPE_CHECKING:
+    from airflow.sdk import Connection
+    from ray.job_submission import JobSubmissionClient
+
+CANCEL_S = 60.0
+"""Seconds within which a cancelled job must be terminal before we say that we could not confirm it."""
+_LOOK_AGAIN_S = 0.5
+_KILL_PENDING = """\
+python -c "
+import ray
+ray.init(address='auto', log_to_driver=False)
+ray.kill(ray.get_actor('_ray_internal_job_actor_{submission_id}', namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))
+"
+"""
+
+
+class RayHook(BaseHook):
+    """Talk to one Ray cluster through its Jobs API.
+
+    Args:
+        ray_conn_id: Connection of type `ray`.
+    """
+
+    conn_name_attr = "ray_conn_id"
+    default_conn_name = "ray_default"
+    conn_type = "ray"
+    hook_name = "Ray"
+
+    def __init__(self, ray_conn_id: str = default_conn_name) -> None:
+        super().__init__()
+        self.ray_conn_id = ray_conn_id
+        self._cluster: Cluster | None = None
+
+    def cluster(self) -> Cluster:
+        """The cluster that the connection describes; read once."""
+        if self._cluster is None:
+            self._cluster = cluster_from_connection(self.get_connection(self.ray_conn_id))
+        return self._cluster
+
+    async def acluster(self) -> Cluster:
+        """`cluster` without blocking the event loop."""
+        if self._cluster is None:
+            if hasattr(self, "aget_connection"):
+                connection = await self.aget_connection(self.ray_conn_id)
+            else:  # Airflow 3.1
+                connection = await asyncio.to_thread(self.get_connection, self.ray_conn_id)
+            self._cluster = await asyncio.to_thread(cluster_from_connection, connection)
+        return self._cluster
+
+    async def client(self) -> RayJobsClient:
+        """An asynchronous client, to be entered with `async with`."""
+        return RayJobsClient(await self.acluster())
+
+    def get_conn(self) -> JobSubmissionClient:
+        """Ray's own client, with timeouts, bound to the connection's address."""
+        return submission_client(self.cluster())
+
+    def submit_job(
+        self,
+        *,
+        entrypoint: str,
+        submission_id: str | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        modules: list[str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        patience_s: float = 600.0,
+        **resources: Any,
+    ) -> str:
+        """Upload what the job needs and submit it once, however often the network fails.
+
+        Args:
+            entrypoint: Shell command, run on the head node unless `resources` are asked for.
+            submission_id: The job's id; Ray makes one if `None`, and a lost reply is then not repeated.
+            runtime_env: As Ray takes it; local `working_dir` and `py_modules` are uploaded.
+            modules: Local package folders, uploaded whole: the `excludes` of `runtime_env` do not apply to them.
+            metadata: Labels; shown in clear.
+            patience_s: Seconds for which a cluster that does not answer is asked again.
+            **resources: `entrypoint_num_cpus`, `entrypoint_num_gpus`, `entrypoint_memory`, `entrypoint_resources`.
+
+        Returns:
+            The submission id.
+
+        Raises:
+            RaySubmitError: The cluster did not take the job.
+            RayAccessError: The credentials were refused.
+        """
+        client = self.get_conn()
+        deadline, pause = time.monotonic() + patience_s, 1.0
+        while True:
+            try:
+                env = dict(runtime_env or {})
+                if modules:
+                    uploaded: dict[str, Any] = {"py_modules": list(modules)}
+                    client._upload_py_modules_if_needed(uploaded)
+                    env["py_modules"] = [*uploaded["py_modules"], *env.get("py_modules", [])]
+                return str(
+                    client.submit_job(
+                        entrypoint=entrypoint,
+                        submission_id=submission_id,
+                        runtime_env=env,
+                        metadata=dict(metadata or {}),
+                        **resources,
+                    )
+                )
+            except RayUnreachableError as exc:
+                if submission_id is None or time.monotonic() + pause > deadline:
+                    raise RaySubmitError(
+                        f"{exc.message}. The job was not confirmed as submitted", submission_id=submission_id
+                    ) from exc
+                self.log.warning("Submitting %s: %s; trying again in %.0f s", submission_id, exc.message, pause)
+                time.sleep(pause)
+                pause = min(pause * 2, 30.0)
+                if self._submitted(submission_id):
+                    return submission_id
+            except RayAccessError:
+                raise
+            except RaylmError as exc:
+                if submission_id is not None and "already exists" in exc.message and self._submitted(submission_id):
+                    return submission_id  # an earlier attempt got through and only its answer was lost
+                raise RaySubmitError(exc.message, submission_id=submission_id) from exc
+            except (RuntimeError, ValueError, TypeError, OSError) as exc:  # Ray's own, before anything is sent
+                raise RaySubmitError(f"{type(exc).__name__}: {exc}", submission_id=submission_id) from exc
+
+    def _submitted(self, submission_id: str) -> bool:
+        try:
+            return self.get_job(submission_id) is not None
+        except (RayUnreachableError, RayAccessError):
+            return False
+
+    def get_job(self, submission_id: str) -> JobInfo | None:
+        """The job, `None` if the cluster has no such job."""
+
+        async def ask() -> JobInfo | None:
+            async with RayJobsClient(cluster) as client:
+                return await client.job(submission_id)
+
+        cluster = self.cluster()
+        return loop.run(ask)
+
+    def get_logs(self, submission_id: str) -> str:
+        """The whole driver log so far."""
+
+        async def ask() -> str:
+            async with RayJobsClient(cluster) as client:
+                return await client.logs(submission_id)
+
+        cluster = self.cluster()
+        return loop.run(ask)
+
+    def cancel(self, submission_id: str, *, within_s: float = CANCEL_S) -> str:
+        """`acancel` from synchronous code."""
+        self.cluster()
+        return loop.run(lambda: self.acancel(submission_id, within_s=within_s))
+
+    async def acancel(self, submission_id: str, *, within_s: float = CANCEL_S) -> str:
+        """Stop a job and see that it stopped.
+
+        A job that is still PENDING does not notice Ray's stop: it would start, perhaps hours later, only to be stopped
+        then. Its supervisor is killed instead, by a small job, because the Jobs API has no other way to do it.
+
+        Returns:
+            One sentence that says what became of the job, also when that could not be confirmed.
+        """
+        deadline = time.monotonic() + within_s
+        last = "no answer"
+        killed = False
+        async with await self.client() as client:
+            asked = False
+            while True:
+                try:
+                    job = await client.job(submission_id)
+                    if job is None:
+                        return f"Ray job {submission_id} is not known to the cluster any more."
+                    last = job.status
+                    if job.ended:
+                        return f"Ray job {submission_id} is {job.status}."
+                    if not asked:
+                        await client.stop(submission_id)
+                        asked = True
+                    if job.status == "PENDING" and not killed:
+                        killed = True
+                        await client.submit(
+                            submission_id=f"{submission_id}-cancel-{int(time.time())}",
+                            entrypoint=_KILL_PENDING.format(submission_id=submission_id),
+                            metadata={"cancels": submission_id},
+                        )
+                except RayJobError as exc:
+                    last = exc.message
+                if time.monotonic() + _LOOK_AGAIN_S > deadline:
+                    return (
+                        f"Ray job {submission_id} was asked to stop, but that could not be confirmed within "
+                        f"{within_s:.0f} s (last seen: {last}). Look at it in the Ray dashboard."
+                    )
+                await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def job_url(self, submission_id: str) -> str:
+        """The job's page in the Ray dashboard."""
+        return f"{self.cluster().browser_url}/#/jobs/{submission_id}"
+
+    def test_connection(self) -> tuple[bool, str]:
+        """Ask the cluster for its version and for its jobs' route, as a task would."""
+
+        async def ask() -> str:
+            async with RayJobsClient(cluster) as client:
+                version = str((await client.version()).get("ray_version"))
+                await client.job("raylm-test-connection")  # the version needs no token, a job does
+                return version
+
+        try:
+            cluster = self.cluster()
+            return True, f"Ray {loop.run(ask)} answers at {cluster.url}"
+        except RaylmError as exc:
+            return False, exc.message
+
+
+def cluster_from_connection(connection: Connection) -> Cluster:
+    """Read a connection of type `ray`.
+
+    Raises:
+        SpecError: It has no host, or an extra that cannot be understood.
+    """
+    where = f"connection {connection.conn_id!r}"
+    extra = connection.extra_dejson
+    headers = {str(k): str(v) for k, v in _mapping(extra, "headers", where).items()}
+    token = connection.password or (_token_of_environment(where) if _flag(extra, "token_from_environment") else None)
+    if token and not any(name.lower() == "authorization" for name in headers):
+        headers["Authorization"] = f"Bearer {token}"
+    url = _url(connection, where)
+    try:
+        timeout_s = float(extra.get("request_timeout") or 30.0)
+    except (TypeError, ValueError) as exc:
+        raise SpecError(f"{where}: extra 'request_timeout' is seconds, got {extra['request_timeout']!r}") from exc
+    return Cluster(
+        url=url,
+        headers=headers,
+        cookies={str(k): str(v) for k, v in _mapping(extra, "cookies", where).items()},
+        verify=_verify(extra),
+        timeout_s=timeout_s,
+        browser_url=str(extra.get("dashboard_url") or url).rstrip("/"),
+    )
+
+
+def _url(connection: Connection, where: str) -> str:
+    host = (connection.host or "").strip().rstrip("/")
+    if not host:
+        raise SpecError(f"{where} has no host: expected the URL of the Ray dashboard or gateway, http://head:8265")
+    if "://" not in host:
+        host = f"{connection.schema or 'http'}://{host}"
+    scheme, rest = host.split("://", 1)
+    if scheme not in ("http", "https"):
+        raise SpecError(f"{where}: the Jobs API is reached over http or https, got {scheme!r}://")
+    authority, slash, path = rest.partition("/")
+    if connection.port and ":" not in authority.rsplit("]", 1)[-1]:
+        authority = f"{authority}:{connection.port}"
+    return f"{scheme}://{authority}{slash}{path}"
+
+
+def _mapping(extra: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    value = extra.get(name) or {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, Mapping):
+        raise SpecError(f"{where}: extra {name!r} must be a JSON object")
+    return value
+
+
+def _flag(extra: Mapping[str, Any], name: str) -> bool:
+    value = extra.get(name)
+    return value.strip().lower() in ("1", "true", "yes") if isinstance(value, str) else bool(value)
+
+
+def _verify(extra: Mapping[str, Any]) -> bool | str:
+    value = extra.get("verify")
+    if value is None or value == "":
+        return True
+    if isinstance(value, str) and value.strip().lower() not in ("true", "false", "0", "1", "yes", "no"):
+        return value
+    return _flag(extra, "verify")
+
+
+def _token_of_environment(where: str) -> str | None:
+    """The token Ray itself would use here: `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH` or `~/.ray/auth_token`."""
+    import os
+    from pathlib import Path
+
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except OSError as exc:
+        raise SpecError(f"{where} asks for the token of the environment, and there is none: {exc}") from exc

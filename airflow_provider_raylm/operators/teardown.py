@@ -1,0 +1,70 @@
+"""Take an endpoint down and see that it is gone: replicas, engine processes, reserved GPUs.
+
+Running it twice, or after the endpoint has gone, is a success. Other applications are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow_provider_raylm.exceptions import SpecError
+from airflow_provider_raylm.operators.ray import RaySubmitJobOperator, required_result
+from airflow_provider_raylm.outcome import Outcome
+from airflow_provider_raylm.spec import TeardownSpec
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+TEARDOWN_ENTRYPOINT = "python -m airflow_provider_raylm.ray_serve.teardown"
+
+
+class TeardownServeOperator(RaySubmitJobOperator):
+    """Release a claim on a Serve application, and remove the application when nobody holds one.
+
+    Returns the fields of `spec.TeardownResult` (`state`: `removed`, `absent` or `leased`, ...) and `submission_id`.
+
+    Args:
+        app_name: Application to remove. Not needed with `deploy`.
+        deploy: What the deploy task returned (`deploy.output`): its application and its lease.
+        holder: Lease to release. Default: the lease in `deploy`; without one the application is removed whoever
+            holds it.
+        removal_timeout: Seconds until replicas, engines and reservations must be gone.
+        **kwargs: See `RaySubmitJobOperator`.
+    """
+
+    template_fields: Sequence[str] = (*RaySubmitJobOperator.template_fields, "app_name", "deploy", "holder")
+    ui_color = "#fbe9e7"
+
+    def __init__(
+        self,
+        *,
+        app_name: str | None = None,
+        deploy: dict[str, Any] | None = None,
+        holder: str | None = None,
+        removal_timeout: float = 300.0,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("entrypoint", TEARDOWN_ENTRYPOINT)
+        kwargs.setdefault("reuse_succeeded", "never")  # that it was gone once says nothing about now
+        super().__init__(**kwargs)
+        self.app_name = app_name
+        self.deploy = deploy
+        self.holder = holder
+        self.removal_timeout = removal_timeout
+
+    def spec(self, context: Context) -> TeardownSpec:
+        deploy = self.deploy or {}
+        if not isinstance(deploy, dict):
+            raise SpecError(f"{self.task_id}: deploy is what the deploy task returned, got {type(deploy).__name__}")
+        app_name = self.app_name or deploy.get("app_name")
+        if not app_name:
+            raise SpecError(f"{self.task_id}: app_name or deploy says what to take down, got neither")
+        return TeardownSpec(
+            app_name=app_name,
+            holder=self.holder or (deploy.get("lease") or {}).get("holder"),
+            timeout_s=self.removal_timeout,
+        )
+
+    def result(self, outcome: Outcome, context: Context) -> dict[str, Any]:
+        return {**required_result(outcome), "submission_id": outcome.submission_id}
