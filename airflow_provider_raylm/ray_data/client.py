@@ -1,0 +1,222 @@
+"""One request to an OpenAI-compatible endpoint: sent once, its reply or its `Fault` handed back.
+
+The SDK's own retries are off: they would multiply ours, and hold a slot while they sleep. Its aiohttp transport costs half
+the CPU of the default one. Replies are read as JSON without the SDK's models, which cost more than the exchange itself.
+
+A streamed request gives the same reply as a plain one; it is only there to measure the time to the first token, at
+many times the cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import openai
+
+from airflow_provider_raylm.ray_data.errors import Fault, clean_message, fault_of_reply
+from airflow_provider_raylm.ray_data.requests import PATHS, Query
+from airflow_provider_raylm.ray_data.rows import Reply, reply_of_body
+
+try:  # the SDK moved from httpx to httpx2 with its version 3
+    import httpx2 as httpx
+except ImportError:  # pragma: no cover
+    import httpx  # type: ignore[import-not-found,no-redef]
+
+_CONNECT_S = 10.0
+_FILES_BESIDE_CONNECTIONS = 256
+
+
+class EndpointClient:
+    """Client of one event loop. Make it, use it and close it on that loop.
+
+    Args:
+        query: Whom to ask, and the parameters that all rows share.
+        connections: Most connections at once; must be above the requests in flight.
+    """
+
+    def __init__(self, query: Query, *, connections: int) -> None:
+        self._query = query
+        self._path = PATHS[query.endpoint]
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30.0)
+        # the row's deadline is ours, see `complete`; these only end a connection that nobody waits for any more
+        timeout = httpx.Timeout(None, connect=_CONNECT_S, pool=None)
+        self._sdk = openai.AsyncOpenAI(
+            base_url=query.base_url,
+            api_key=query.api_key.reveal(),
+            max_retries=0,
+            timeout=timeout,
+            default_headers=query.headers or None,
+            default_query=query.options.get("extra_query") or None,
+            http_client=openai.DefaultAioHttpClient(
+                timeout=timeout, limits=limits, trust_env=False, follow_redirects=False
+            ),
+        )
+
+    async def complete(
+        self, body: Mapping[str, Any], *, timeout_s: float, stream: bool = False, prompts: tuple[str, ...] = ()
+    ) -> tuple[Reply, float | None]:
+        """Send one request.
+
+        Args:
+            body: The request body.
+            timeout_s: Limit on the whole exchange, queue and generation included.
+            stream: Measure the time to the first token. Not for embeddings.
+            prompts: Texts that an error message must not repeat.
+
+        Returns:
+            The answer fields of the output struct, and the seconds to the first token (`None` if not streamed).
+
+        Raises:
+            Fault: There is no usable reply.
+        """
+        try:
+            if stream and self._query.endpoint != "embeddings":
+                return await asyncio.wait_for(self._stream(body), timeout_s)
+            return await asyncio.wait_for(self._plain(body), timeout_s), None
+        except Fault:
+            raise
+        except openai.APIStatusError as exc:
+            fault = fault_of_reply(
+                exc.status_code, exc.response.headers, exc.response.text, model=self._query.model, now_s=time.time()
+            )
+            fault.message = clean_message(fault.message, prompts)
+            raise fault from None
+        except (asyncio.TimeoutError, openai.APITimeoutError) as exc:
+            if isinstance(exc, openai.APITimeoutError) and "Read" not in type(exc.__cause__).__name__:
+                raise Fault("unreachable", f"no connection within {_CONNECT_S:.0f} s") from None
+            raise Fault("timeout", f"no reply within {timeout_s:.0f} s") from None
+        except (openai.APIConnectionError, httpx.HTTPError, OSError) as exc:
+            cause = exc.__cause__ or exc
+            raise Fault("unreachable", f"the connection failed: {type(cause).__name__}") from None
+        except openai.APIError as exc:
+            # an error event inside a stream
+            raise Fault("server_error", clean_message(exc.message, prompts)) from None
+
+    async def _plain(self, body: Mapping[str, Any]) -> Reply:
+        response = await self._sdk.post(self._path, body=body, cast_to=httpx.Response)
+        try:
+            content = json.loads(response.content)
+        except ValueError:
+            raise Fault("invalid_reply", "the reply is not JSON", http_status=response.status_code) from None
+        return reply_of_body(content, self._query)
+
+    async def _stream(self, body: Mapping[str, Any]) -> tuple[Reply, float | None]:
+        sent_s = time.monotonic()
+        ttft_s: float | None = None
+        joined = _Joined()
+        response = await self._sdk.post(
+            self._path,
+            body={**body, "stream": True, "stream_options": {"include_usage": True}},
+            cast_to=httpx.Response,
+            stream=True,
+            stream_cls=openai.AsyncStream[Any],
+        )
+        async with contextlib.aclosing(_events(response)) as events:
+            async for event in events:
+                if ttft_s is None and event.get("choices"):
+                    ttft_s = time.monotonic() - sent_s
+                joined.add(event)
+        return reply_of_body(joined.body(), self._query), ttft_s
+
+    async def is_reachable(self) -> bool:
+        """The endpoint answers a small question, whatever it answers."""
+        try:
+            await asyncio.wait_for(self._sdk.get("/models", cast_to=httpx.Response), _CONNECT_S)
+        except openai.APIStatusError as exc:
+            return exc.status_code < 500
+        except (openai.APIError, asyncio.TimeoutError, httpx.HTTPError, OSError):
+            return False
+        return True
+
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):
+            await self._sdk.close()
+
+
+async def _events(response: Any) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of a server-sent stream, until `[DONE]`."""
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise Fault("invalid_reply", "the stream holds an event that is not JSON", http_status=200) from None
+        if isinstance(event, dict) and event.get("error"):
+            error = event["error"]
+            text = error.get("message") if isinstance(error, dict) else error
+            raise Fault("server_error", clean_message(str(text)))
+        if isinstance(event, dict):
+            yield event
+
+
+class _Joined:
+    """The pieces of a streamed reply, put together to the body that a plain request would have got."""
+
+    def __init__(self) -> None:
+        self._message: dict[str, str] = {}
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._logprobs: list[Any] = []
+        self._choice: dict[str, Any] | None = None
+        self._usage: Any = None
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        if event.get("usage"):
+            self._usage = event["usage"]
+        for choice in event.get("choices") or ():
+            if self._choice is None:
+                self._choice = {}
+            if choice.get("finish_reason"):
+                self._choice["finish_reason"] = choice["finish_reason"]
+            if (logprobs := choice.get("logprobs")) and logprobs.get("content"):
+                self._logprobs.extend(logprobs["content"])
+            delta = choice.get("delta") or {"text": choice.get("text")}
+            for key in ("content", "reasoning_content", "reasoning", "refusal", "text"):
+                if isinstance(delta.get(key), str):
+                    self._message[key] = self._message.get(key, "") + delta[key]
+            for call in delta.get("tool_calls") or ():
+                self._add_call(call)
+
+    def _add_call(self, call: Mapping[str, Any]) -> None:
+        kept = self._calls.setdefault(call.get("index", 0), {"id": None, "function": {"name": "", "arguments": ""}})
+        kept["id"] = call.get("id") or kept["id"]
+        function = call.get("function") or {}
+        for key in ("name", "arguments"):
+            kept["function"][key] += function.get(key) or ""
+
+    def body(self) -> dict[str, Any]:
+        if self._choice is None or "finish_reason" not in self._choice:
+            # a server that dies in the middle ends the stream without it
+            raise Fault("unreachable", "the stream ended before the reply did", http_status=200)
+        message: dict[str, Any] = dict(self._message)
+        if self._calls:
+            message["tool_calls"] = [self._calls[index] for index in sorted(self._calls)]
+        choice = {**self._choice, "message": message, "text": message.pop("text", None)}
+        if self._logprobs:
+            choice["logprobs"] = {"content": self._logprobs}
+        return {"choices": [choice], "usage": self._usage}
+
+
+def most_connections(wanted: int) -> int:
+    """Raise this process's limit of open files for `wanted` connections.
+
+    Returns:
+        Connections that fit: `wanted`, or fewer where the hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _FILES_BESIDE_CONNECTIONS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - _FILES_BESIDE_CONNECTIONS))

@@ -1,0 +1,305 @@
+"""`ai_query`: ask an OpenAI-compatible endpoint once per row of a Ray Dataset.
+
+How rows reach the endpoint. Blocks are cut and joined to pieces of `_ROWS_PER_CALL` rows, so that neither one huge block nor
+a thousand tiny ones decide how many rows are in flight. Each query actor works on `_CALLS_PER_ACTOR` pieces at once: the
+calls share the actor's engine (`engine.py`), which keeps as many rows in flight as the job's limiter grants, and refills row by
+row. A piece waits for its own slowest row; the rows of the other pieces do not.
+
+Rows keep their order within a piece, and pieces carry their rows' identity (`contracts.BLOCK_COL`, `ROW_COL`) through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import ray
+import ray.data
+
+from airflow_provider_raylm.exceptions import RaylmError, SpecError
+from airflow_provider_raylm.ray_data.client import EndpointClient, most_connections
+from airflow_provider_raylm.ray_data.contracts import BLOCK_COL, ROW_COL, Limiter, ReplyStore
+from airflow_provider_raylm.ray_data.engine import Engine, EngineThread
+from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, Secret
+from airflow_provider_raylm.ray_data.rows import Reply, reply_column, row_keys, with_parsed
+from airflow_provider_raylm.spec import Endpoint, OnError, Priority
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+log = logging.getLogger(__name__)
+
+LimiterFactory = Callable[[], Any]
+"""Makes an actor's `Limiter`, on the actor's event loop; may be a coroutine function."""
+StoreFactory = Callable[[], ReplyStore]
+
+_ROWS_PER_CALL = 128
+_CALLS_PER_ACTOR = 32
+_ROWS_PER_SORTED_CALL = 4096  # prefixes meet only inside a call
+_SORTED_CALLS_PER_ACTOR = 4
+_MOST_CONNECTIONS = 4096
+
+
+def ai_query(
+    ds: Dataset,
+    model: str,
+    *,
+    prompt_col: str | None = None,
+    base_url: str,
+    api_key: str = "EMPTY",
+    output_col: str = "generated_text",
+    options: Mapping[str, Any] | None = None,
+    concurrency: int | None = None,
+    batch_size: int = 8,
+    endpoint: Endpoint = "chat",
+    prompt_template: str | None = None,
+    messages_col: str | None = None,
+    image_cols: Sequence[str] = (),
+    system_prompt: str | None = None,
+    response_format: Any = None,
+    on_error: OnError = "keep",
+    max_error_rate: float | None = None,
+    max_errors: int | None = None,
+    max_attempts: int = 5,
+    stall_timeout_s: float = 900.0,
+    priority: Priority = "normal",
+    group_by_prefix: bool = False,
+    limiter_factory: LimiterFactory | None = None,
+    store_factory: StoreFactory | None = None,
+) -> Dataset:
+    """Add a column with the endpoint's reply to each row. Lazy: nothing is sent before the result is consumed.
+
+    One row out per row in, with all its columns. The output column is a struct of one fixed type: `content`,
+    `reasoning_content`, `finish_reason`, `tool_calls`, `prompt_tokens`, `completion_tokens`, `latency_s`, `attempts`,
+    `status` (`ok` or `error`), `error` (`type`, `message`, `http_status`); and `embedding`, `logprobs` or `parsed` if asked for.
+
+    Args:
+        ds: The rows.
+        model: Model id at the endpoint.
+        prompt_col: Column with the prompt: text, a number or a date.
+        base_url: The OpenAI base URL, usually ending in `/v1`.
+        api_key: Its key.
+        output_col: Name of the new column.
+        options: Request parameters (`temperature`, `max_tokens`, `extra_body`, ...), `enable_thinking`, and `timeout`
+            (seconds per row; otherwise derived from `max_tokens` and what is seen).
+        concurrency: Query actors. `None` chooses from the cluster's CPUs; one holds 1,000 requests in flight.
+        batch_size: With `concurrency`, where the adaptive limit on requests in flight starts.
+        endpoint: `chat`, `completions` or `embeddings`.
+        prompt_template: Prompt with columns in it, `"{title}: {body}"`; instead of `prompt_col`.
+        messages_col: Column with chat messages (list of structs, or its JSON); instead of `prompt_col`.
+        image_cols: Columns with image URLs or bytes, added to the user message.
+        system_prompt: System message for rows that bring none.
+        response_format: JSON schema, pydantic model or DDL (`label STRING, score DOUBLE`): `parsed` has that type, and a reply
+            that does not fit is an error row that keeps its text.
+        on_error: `keep` failed rows with their error, make the whole struct `null`, or `raise` at the first one.
+        max_error_rate, max_errors: The job fails when more rows fail. `max_error_rate` is judged at the end, by the job.
+        max_attempts: Requests per row that fail for a passing reason before the row has failed.
+        stall_timeout_s: Seconds without an answer, while the endpoint refuses or is away, after which the job fails.
+        priority: Share of a contended endpoint.
+        group_by_prefix: Send rows with a common beginning one after the other, for the server's prefix cache; their
+            order in the output stays.
+        limiter_factory: Flow control; `None` for the job's own adaptive limit.
+        store_factory: Finished replies to reuse, and where to keep new ones, by `BLOCK_COL` and `ROW_COL`.
+
+    Raises:
+        SpecError: An argument is wrong. If the dataset's columns are not known yet, a wrong column name is found by the first
+            block instead.
+    """
+    query = Query(
+        model=model,
+        base_url=base_url,
+        api_key=Secret(api_key),
+        endpoint=endpoint,
+        prompt_col=prompt_col,
+        prompt_template=prompt_template,
+        messages_col=messages_col,
+        image_cols=tuple(image_cols),
+        system_prompt=system_prompt,
+        output_col=output_col,
+        options=dict(options or {}),
+        response_format=response_format,
+        on_error=on_error,
+        max_error_rate=max_error_rate,
+        max_errors=max_errors,
+        max_attempts=max_attempts,
+        stall_timeout_s=stall_timeout_s,
+        group_by_prefix=group_by_prefix,
+    )
+    if batch_size < 1:
+        raise SpecError(f"batch_size: expected 1 or more, got {batch_size!r}")
+    if (schema := ds.schema(fetch_if_missing=False)) is not None:
+        query.check_columns(schema.names)
+    actors = actor_count(concurrency, cluster_cpus())
+    if concurrency is not None and actors < concurrency:
+        log.warning("concurrency=%s: the cluster has CPUs for %s query actors beside reading", concurrency, actors)
+    limiter_factory = limiter_factory or _job_limiter(query, actors=actors, batch_size=batch_size, priority=priority)
+    rows, calls = (
+        (_ROWS_PER_SORTED_CALL, _SORTED_CALLS_PER_ACTOR) if group_by_prefix else (_ROWS_PER_CALL, _CALLS_PER_ACTOR)
+    )
+    return _in_pieces(ds, rows).map_batches(
+        AiQuery,
+        fn_constructor_args=(_Sealed(query, limiter_factory, store_factory),),
+        batch_size=None,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        compute=_actor_pool(actors, calls),
+    )
+
+
+def cluster_cpus() -> int:
+    """CPUs of the cluster; starts or joins one if there is none yet."""
+    if not ray.is_initialized():
+        ray.init()
+    return int(ray.cluster_resources().get("CPU", 1))
+
+
+def actor_count(concurrency: int | None, cpus: int) -> int:
+    """Query actors, one CPU each.
+
+    They only move bytes, and one answers for more than 1,000 rows a second: one for every four CPUs, at most eight. What
+    is asked for is granted as far as a CPU is left for reading.
+    """
+    if concurrency is not None and concurrency < 1:
+        raise SpecError(f"concurrency: expected 1 or more, got {concurrency!r}")
+    most = max(1, cpus - 1)
+    return min(most, concurrency or max(1, min(8, cpus // 4)))
+
+
+def root_error(exc: BaseException) -> BaseException:
+    """The error of ours inside what Ray raises for a failed dataset; `exc` itself if there is none."""
+    seen: set[int] = set()
+    queue: list[BaseException | None] = [exc]
+    while queue:
+        error = queue.pop(0)
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        if isinstance(error, RaylmError) and not hasattr(error, "as_instanceof_cause"):
+            return error
+        queue += [getattr(error, "cause", None), error.__cause__, error.__context__]
+    return exc
+
+
+class _Sealed:
+    """Constructor arguments as Ray's exports of a dataset should see them: not at all."""
+
+    def __init__(self, query: Query, limiter_factory: LimiterFactory, store_factory: StoreFactory | None) -> None:
+        self.query = query
+        self.limiter_factory = limiter_factory
+        self.store_factory = store_factory
+
+    def __repr__(self) -> str:
+        return f"<query of {self.query.model!r}>"
+
+
+class AiQuery:
+    """The query actor. Ray calls it from several threads at once, with one piece each."""
+
+    def __init__(self, sealed: _Sealed) -> None:
+        self._query = query = sealed.query
+        self._store = sealed.store_factory() if sealed.store_factory is not None else None
+        self._stored: dict[int, dict[int, Reply]] = {}
+
+        async def make() -> Engine:
+            limiter = sealed.limiter_factory()
+            if inspect.isawaitable(limiter):
+                limiter = await limiter
+            self._limiter: Limiter = limiter
+            return Engine(query, EndpointClient(query, connections=most_connections(_MOST_CONNECTIONS)), limiter)
+
+        self._engine = EngineThread(make)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Ask the rows of one piece."""
+        self._query.check_columns(table.column_names)
+        return table.append_column(
+            pa.field(self._query.output_col, (column := reply_column(self._replies(table), self._query)).type), column
+        )
+
+    def _replies(self, table: pa.Table) -> list[Reply]:
+        columns = {name: table.column(name).combine_chunks() for name in self._query.columns}
+
+        def values(index: int) -> dict[str, Any]:
+            return {name: column[index].as_py() for name, column in columns.items()}
+
+        keys = row_keys(table) if self._store is not None else None
+        replies: list[Reply | None] = [None] * table.num_rows
+        if keys is not None:
+            for index, (block, row) in enumerate(keys):
+                if (stored := self._stored_replies(block).get(row)) is not None:
+                    replies[index] = with_parsed(stored, self._query)
+            resumed = [reply for reply in replies if reply is not None]
+            if resumed:
+                errors = sum(reply["status"] != "ok" for reply in resumed)
+                self._engine.call(self._limiter.count, rows=len(resumed), errors=errors, resumed=len(resumed))
+        asked = [index for index, reply in enumerate(replies) if reply is None]
+
+        def keep(position: int, reply: Reply) -> None:
+            if self._store is not None and keys is not None:
+                self._store.append(*keys[asked[position]], {k: v for k, v in reply.items() if k != "parsed"})
+
+        fresh = self._engine.answer(
+            len(asked),
+            lambda position: self._query.body(values(asked[position])),
+            order=self._prefix_order([values(index) for index in asked]) if self._query.group_by_prefix else None,
+            on_reply=keep,
+        )
+        for index, reply in zip(asked, fresh, strict=True):
+            replies[index] = reply
+        return replies  # type: ignore[return-value]
+
+    def _prefix_order(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Positions of the rows, those with a common beginning next to each other."""
+
+        def beginning(position: int) -> str:
+            with contextlib.suppress(InvalidInput):
+                if self._query.messages_col is not None:
+                    return str(rows[position][self._query.messages_col])
+                return self._query.prompt(rows[position])
+            return ""
+
+        keys = [beginning(position) for position in range(len(rows))]
+        return sorted(range(len(rows)), key=keys.__getitem__)
+
+    def _stored_replies(self, block: int) -> dict[int, Reply]:
+        if block not in self._stored:
+            if len(self._stored) >= 2 * _CALLS_PER_ACTOR:
+                self._stored.pop(next(iter(self._stored)), None)
+            self._stored[block] = {} if self._store is None else self._store.load(block)
+        return self._stored[block]
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._engine.close()
+            if self._store is not None:
+                self._store.flush()
+
+
+def _in_pieces(ds: Dataset, rows: int) -> Dataset:
+    # versions without `strict` always behave as if it were set
+    strict = {"strict": True} if "strict" in inspect.signature(ds.repartition).parameters else {}
+    return ds.repartition(target_num_rows_per_block=rows, **strict)
+
+
+def _actor_pool(actors: int, calls: int) -> Any:
+    """A fixed pool whose actors work on `calls` pieces at once."""
+    known = inspect.signature(ray.data.ActorPoolStrategy.__init__).parameters
+    options: dict[str, Any] = {"size": actors, "max_tasks_in_flight_per_actor": calls + 4}
+    if "max_concurrent_calls_per_actor" in known:
+        options["max_concurrent_calls_per_actor"] = calls
+    if "enable_true_multi_threading" in known:
+        options["enable_true_multi_threading"] = True
+    return ray.data.ActorPoolStrategy(**options)
+
+
+def _job_limiter(query: Query, *, actors: int, batch_size: int, priority: Priority) -> LimiterFactory:
+    from airflow_provider_raylm.ray_data.limiter import connect_limiter
+
+    return connect_limiter(query, actors=actors, batch_size=batch_size, priority=priority)  # type: ignore[no-any-return]
+
+
+__all__ = ["BLOCK_COL", "ROW_COL", "actor_count", "ai_query", "root_error"]
