@@ -167,7 +167,8 @@ def ray_head(**kwargs: object) -> Iterator[RayNode]:
 
 
 def _ray_command() -> list[str]:
-    return [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+    # the `ray` script is not where Ray was installed with `pip install --target`
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
 
 
 def _node_arguments(ports: list[int], num_cpus: int, num_gpus: int, object_store_mib: int, resources: str) -> list[str]:
