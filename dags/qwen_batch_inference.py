@@ -56,5 +56,5 @@ with DAG(
         },
         max_error_rate=0.01,
     )
-    teardown = TeardownServeOperator(task_id="teardown", app_name="qwen", deploy=deploy.output)
+    teardown = TeardownServeOperator(task_id="teardown", app_name="qwen", lease=True)
     deploy >> label >> teardown.as_teardown(setups=deploy)

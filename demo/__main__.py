@@ -61,6 +61,7 @@ def run_conf(store: ObjectStore, serve_port: int) -> dict[str, Any]:
     return {
         "lake": f"oss://{store.bucket}",
         "model_id": SMOLLM2_ID,
+        "model_source": str(smollm2_checkpoint()),
         "llm_config": cpu_llm_config(SMOLLM2_ID, smollm2_checkpoint()),
         "http_options": {"host": "127.0.0.1", "port": serve_port},
     }
@@ -71,7 +72,7 @@ def upload_reviews(store: ObjectStore) -> pa.Table:
     rows = [json.loads(line) for line in REVIEWS.read_text(encoding="utf-8").splitlines()]
     table = pa.Table.from_pylist(rows)
     folder = store.folder / "reviews" / f"dt={DAY}"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, folder / "reviews.parquet")
     return table
 

@@ -166,12 +166,14 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         if self.llm_configs:
             return tuple(_with_actor_options(dict(config)) for config in self.llm_configs)
         source = self.model_source or self.model_id
-        config: dict[str, Any] = {
-            **(self.llm_config or {}),
+        config: dict[str, Any] = {**(self.llm_config or {})}
+        named = {
             "model_loading_config": {"model_id": self.model_id, "model_source": source},
-            "engine_kwargs": dict(self.engine_kwargs or {}),
-            "deployment_config": dict(self.deployment_config or {}),
+            "engine_kwargs": self.engine_kwargs,
+            "deployment_config": self.deployment_config,
         }
+        for name, value in named.items():  # an argument adds to what llm_config says, and wins
+            config[name] = {**(config.get(name) or {}), **(value or {})}
         if self.autoscaling_config:
             config["deployment_config"]["autoscaling_config"] = dict(self.autoscaling_config)
         if self.accelerator_type:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow_provider_raylm.exceptions import SpecError
+from airflow_provider_raylm.operators.deploy import lease_of
 from airflow_provider_raylm.operators.ray import RaySubmitJobOperator, required_result
 from airflow_provider_raylm.outcome import Outcome
 from airflow_provider_raylm.spec import TeardownSpec
@@ -27,13 +28,15 @@ class TeardownServeOperator(RaySubmitJobOperator):
     Args:
         app_name: Application to remove. Not needed with `deploy`.
         deploy: What the deploy task returned (`deploy.output`): its application and its lease.
-        holder: Lease to release. Default: the lease in `deploy`; without one the application is removed whoever
+        lease: The `lease` argument of the deploy operator, to release this run's claim even if the deploy failed and
+            returned nothing.
+        holder: Lease to release. Default: `lease`, the lease in `deploy`; without one the application is removed whoever
             holds it.
         removal_timeout: Seconds until replicas, engines and reservations must be gone.
         **kwargs: See `RaySubmitJobOperator`.
     """
 
-    template_fields: Sequence[str] = (*RaySubmitJobOperator.template_fields, "app_name", "deploy", "holder")
+    template_fields: Sequence[str] = (*RaySubmitJobOperator.template_fields, "app_name", "deploy", "lease", "holder")
     ui_color = "#fbe9e7"
 
     def __init__(
@@ -41,6 +44,7 @@ class TeardownServeOperator(RaySubmitJobOperator):
         *,
         app_name: str | None = None,
         deploy: dict[str, Any] | None = None,
+        lease: bool | str | float | dict[str, Any] | None = None,
         holder: str | None = None,
         removal_timeout: float = 300.0,
         **kwargs: Any,
@@ -50,6 +54,7 @@ class TeardownServeOperator(RaySubmitJobOperator):
         super().__init__(**kwargs)
         self.app_name = app_name
         self.deploy = deploy
+        self.lease = lease
         self.holder = holder
         self.removal_timeout = removal_timeout
 
@@ -60,9 +65,10 @@ class TeardownServeOperator(RaySubmitJobOperator):
         app_name = self.app_name or deploy.get("app_name")
         if not app_name:
             raise SpecError(f"{self.task_id}: app_name or deploy says what to take down, got neither")
+        lease = lease_of(self.lease, context)
         return TeardownSpec(
             app_name=app_name,
-            holder=self.holder or (deploy.get("lease") or {}).get("holder"),
+            holder=self.holder or (lease.holder if lease else (deploy.get("lease") or {}).get("holder")),
             timeout_s=self.removal_timeout,
         )
 
