@@ -30,8 +30,8 @@ class TeardownServeOperator(RaySubmitJobOperator):
         deploy: What the deploy task returned (`deploy.output`): its application and its lease.
         lease: The `lease` argument of the deploy operator, to release this run's claim even if the deploy failed and
             returned nothing.
-        holder: Lease to release. Default: `lease`, the lease in `deploy`; without one the application is removed whoever
-            holds it.
+        holder: Lease to release. Default: that of `lease`, else the one in `deploy`; without any, the application is
+            removed whoever holds it.
         removal_timeout: Seconds until replicas, engines and reservations must be gone.
         **kwargs: See `RaySubmitJobOperator`.
     """
