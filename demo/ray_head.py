@@ -213,6 +213,7 @@ def _spawn(command: list[str], env: dict[str, str], log: Path) -> subprocess.Pop
         return subprocess.Popen(
             command,
             env={**inherited, **env},
+            cwd=log.parent,  # jobs start here: a checkout would hide the package they were uploaded with
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
