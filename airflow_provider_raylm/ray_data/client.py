@@ -1,7 +1,7 @@
 """One request to an OpenAI-compatible endpoint: sent once, its reply or its `Fault` handed back.
 
-The SDK's own retries are off: they would multiply ours, and hold a slot while they sleep. Its aiohttp transport costs half
-the CPU of the default one. Replies are read as JSON without the SDK's models, which cost more than the exchange itself.
+The SDK's own retries are off: they would multiply ours, and hold a slot while they sleep. Its aiohttp transport costs
+half the CPU of the default one. Replies are read as JSON without the SDK's models, which cost more than the exchange.
 
 A streamed request gives the same reply as a plain one; it is only there to measure the time to the first token, at
 many times the cost.
@@ -14,7 +14,7 @@ import contextlib
 import json
 import resource
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import openai
@@ -26,7 +26,7 @@ from airflow_provider_raylm.ray_data.rows import Reply, reply_of_body
 try:  # the SDK moved from httpx to httpx2 with its version 3
     import httpx2 as httpx
 except ImportError:  # pragma: no cover
-    import httpx  # type: ignore[import-not-found,no-redef]
+    import httpx  # type: ignore[no-redef]
 
 _CONNECT_S = 10.0
 _FILES_BESIDE_CONNECTIONS = 256
@@ -139,7 +139,7 @@ class EndpointClient:
             await self._sdk.close()
 
 
-async def _events(response: Any) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: Any) -> AsyncGenerator[dict[str, Any], None]:
     """The JSON events of a server-sent stream, until `[DONE]`."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):

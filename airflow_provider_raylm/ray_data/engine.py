@@ -330,9 +330,9 @@ class EngineThread:
 
         self._engine = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
 
-    def answer(self, *args: Any, **kwargs: Any) -> list[Reply]:
-        """`Engine.answer`, from any thread."""
-        return asyncio.run_coroutine_threadsafe(self._engine.answer(*args, **kwargs), self._loop).result()
+    def ask(self, *args: Any, **kwargs: Any) -> Callable[[], list[Reply]]:
+        """Start `Engine.answer` from any thread. The result waits for the replies and returns them."""
+        return asyncio.run_coroutine_threadsafe(self._engine.answer(*args, **kwargs), self._loop).result
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call a function on the engine's loop, some time soon."""

@@ -50,8 +50,8 @@ class Fault(Exception):
         message: The server's words, trimmed; no prompt, no key.
         http_status: `None` when there was no answer.
         retry_after_s: Seconds the server asked to wait.
-        gone: The answer says that there is nothing at this URL, or no such model. `fatal`, but it may be a restart when the
-            endpoint has answered before.
+        gone: The answer says that there is nothing at this URL, or no such model. `fatal`, but it may be a restart when
+            the endpoint has answered before.
     """
 
     def __init__(
@@ -101,7 +101,9 @@ def fault_of_reply(status: int, headers: Mapping[str, str], text: str, *, model:
     if status >= 500 or status in (408, 409, 425):
         return Fault("server_error", message, http_status=status)
     if 300 <= status < 400:
-        return Fault("fatal", f"the endpoint redirects (HTTP {status}); use the URL it redirects to", http_status=status)
+        return Fault(
+            "fatal", f"the endpoint redirects (HTTP {status}); give the URL it redirects to", http_status=status
+        )
     return Fault("bad_request", message, http_status=status)
 
 

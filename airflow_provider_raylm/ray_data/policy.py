@@ -52,7 +52,8 @@ class ErrorWatch:
                 rows=self._asked,
                 errors=self._errors,
             )
-        if self._asked == FIRST_ROWS == sum(self._kinds.values()) and self._max_errors is None and not self._all_may_fail:
+        all_failed = self._asked == FIRST_ROWS == sum(self._kinds.values())
+        if all_failed and self._max_errors is None and not self._all_may_fail:
             raise PartialFailureError(
                 f"the first {FIRST_ROWS} rows all failed; the last one: {error_type}: {message}. "
                 "Set max_error_rate=1.0 if that is to be expected",

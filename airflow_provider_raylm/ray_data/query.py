@@ -1,11 +1,11 @@
 """`ai_query`: ask an OpenAI-compatible endpoint once per row of a Ray Dataset.
 
-How rows reach the endpoint. Blocks are cut and joined to pieces of `_ROWS_PER_CALL` rows, so that neither one huge block nor
-a thousand tiny ones decide how many rows are in flight. Each query actor works on `_CALLS_PER_ACTOR` pieces at once: the
-calls share the actor's engine (`engine.py`), which keeps as many rows in flight as the job's limiter grants, and refills row by
-row. A piece waits for its own slowest row; the rows of the other pieces do not.
+How rows reach the endpoint. Tiny blocks are joined to at least `_ROWS_PER_CALL` rows, and each query actor works on
+`_CALLS_PER_ACTOR` blocks at once: the calls share the actor's engine (`engine.py`), which keeps as many rows in flight
+as the job's limiter grants, and refills row by row. A block waits for its own slowest row; the rows of the other blocks
+do not. So neither one huge block nor a thousand tiny ones decide how many rows are in flight.
 
-Rows keep their order within a piece, and pieces carry their rows' identity (`contracts.BLOCK_COL`, `ROW_COL`) through.
+Rows keep their order within a block, and carry their identity (`contracts.BLOCK_COL`, `ROW_COL`) through.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -25,7 +27,7 @@ from airflow_provider_raylm.ray_data.client import EndpointClient, most_connecti
 from airflow_provider_raylm.ray_data.contracts import BLOCK_COL, ROW_COL, Limiter, ReplyStore
 from airflow_provider_raylm.ray_data.engine import Engine, EngineThread
 from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, Secret
-from airflow_provider_raylm.ray_data.rows import Reply, reply_column, row_keys, with_parsed
+from airflow_provider_raylm.ray_data.rows import Reply, reply_column, reply_type, row_keys, with_parsed
 from airflow_provider_raylm.spec import Endpoint, OnError, Priority
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ _ROWS_PER_CALL = 128
 _CALLS_PER_ACTOR = 32
 _ROWS_PER_SORTED_CALL = 4096  # prefixes meet only inside a call
 _SORTED_CALLS_PER_ACTOR = 4
+_ROWS_PER_PART = 1024  # of a call's result; finished parts need not wait in memory for the rest
 _MOST_CONNECTIONS = 4096
 
 
@@ -75,7 +78,8 @@ def ai_query(
 
     One row out per row in, with all its columns. The output column is a struct of one fixed type: `content`,
     `reasoning_content`, `finish_reason`, `tool_calls`, `prompt_tokens`, `completion_tokens`, `latency_s`, `attempts`,
-    `status` (`ok` or `error`), `error` (`type`, `message`, `http_status`); and `embedding`, `logprobs` or `parsed` if asked for.
+    `status` (`ok` or `error`), `error` (`type`, `message`, `http_status`); and `embedding`, `logprobs` or `parsed` if
+    asked for.
 
     Args:
         ds: The rows.
@@ -93,10 +97,10 @@ def ai_query(
         messages_col: Column with chat messages (list of structs, or its JSON); instead of `prompt_col`.
         image_cols: Columns with image URLs or bytes, added to the user message.
         system_prompt: System message for rows that bring none.
-        response_format: JSON schema, pydantic model or DDL (`label STRING, score DOUBLE`): `parsed` has that type, and a reply
-            that does not fit is an error row that keeps its text.
+        response_format: JSON schema, pydantic model or DDL (`label STRING, score DOUBLE`): `parsed` has that type, and
+            a reply that does not fit is an error row that keeps its text.
         on_error: `keep` failed rows with their error, make the whole struct `null`, or `raise` at the first one.
-        max_error_rate, max_errors: The job fails when more rows fail. `max_error_rate` is judged at the end, by the job.
+        max_error_rate, max_errors: The job fails when more rows fail; see `policy.py` for what is judged when.
         max_attempts: Requests per row that fail for a passing reason before the row has failed.
         stall_timeout_s: Seconds without an answer, while the endpoint refuses or is away, after which the job fails.
         priority: Share of a contended endpoint.
@@ -106,8 +110,8 @@ def ai_query(
         store_factory: Finished replies to reuse, and where to keep new ones, by `BLOCK_COL` and `ROW_COL`.
 
     Raises:
-        SpecError: An argument is wrong. If the dataset's columns are not known yet, a wrong column name is found by the first
-            block instead.
+        SpecError: An argument is wrong. If the dataset's columns are not known yet, a wrong column name is found by the
+            first block instead.
     """
     query = Query(
         model=model,
@@ -135,18 +139,22 @@ def ai_query(
         query.check_columns(schema.names)
     actors = actor_count(concurrency, cluster_cpus())
     if concurrency is not None and actors < concurrency:
-        log.warning("concurrency=%s: the cluster has CPUs for %s query actors beside reading", concurrency, actors)
+        log.warning("concurrency=%s: %s query actors, one for each CPU that reading leaves", concurrency, actors)
     limiter_factory = limiter_factory or _job_limiter(query, actors=actors, batch_size=batch_size, priority=priority)
     rows, calls = (
         (_ROWS_PER_SORTED_CALL, _SORTED_CALLS_PER_ACTOR) if group_by_prefix else (_ROWS_PER_CALL, _CALLS_PER_ACTOR)
     )
-    return _in_pieces(ds, rows).map_batches(
+    num_cpus = cpus_per_actor(actors, ray.available_resources().get("CPU", 0.0))
+    # Ray runs steps that ask for the same as one: these two in the actor, and none of the user's with them
+    pieces = ds.map_batches(_as_it_is, batch_size=rows, batch_format="pyarrow", zero_copy_batch=True, num_cpus=num_cpus)
+    return pieces.map_batches(
         AiQuery,
         fn_constructor_args=(_Sealed(query, limiter_factory, store_factory),),
         batch_size=None,
         batch_format="pyarrow",
         zero_copy_batch=True,
         compute=_actor_pool(actors, calls),
+        num_cpus=num_cpus,
     )
 
 
@@ -158,15 +166,25 @@ def cluster_cpus() -> int:
 
 
 def actor_count(concurrency: int | None, cpus: int) -> int:
-    """Query actors, one CPU each.
+    """How many query actors a cluster of `cpus` gets.
 
-    They only move bytes, and one answers for more than 1,000 rows a second: one for every four CPUs, at most eight. What
-    is asked for is granted as far as a CPU is left for reading.
+    They only move bytes, and one holds 1,000 requests in flight: one for every four CPUs, at most eight. What is asked
+    for is granted as far as there is a CPU for each, and one for reading.
     """
     if concurrency is not None and concurrency < 1:
         raise SpecError(f"concurrency: expected 1 or more, got {concurrency!r}")
     most = max(1, cpus - 1)
     return min(most, concurrency or max(1, min(8, cpus // 4)))
+
+
+def cpus_per_actor(actors: int, free_cpus: float) -> float:
+    """CPUs that Ray sets aside for each actor: about one, or less where the model's own processes leave less.
+
+    Actors hold their share until the end. Reading must find some beside it, or neither ever starts. It is never exactly
+    one, because that is what other steps ask for.
+    """
+    room = max(free_cpus - 1, free_cpus / 2)
+    return min(0.99, math.floor(100 * room / actors) / 100)
 
 
 def root_error(exc: BaseException) -> BaseException:
@@ -197,12 +215,11 @@ class _Sealed:
 
 
 class AiQuery:
-    """The query actor. Ray calls it from several threads at once, with one piece each."""
+    """The query actor. Ray calls it from several threads at once, with one block each."""
 
     def __init__(self, sealed: _Sealed) -> None:
         self._query = query = sealed.query
         self._store = sealed.store_factory() if sealed.store_factory is not None else None
-        self._stored: dict[int, dict[int, Reply]] = {}
 
         async def make() -> Engine:
             limiter = sealed.limiter_factory()
@@ -213,44 +230,59 @@ class AiQuery:
 
         self._engine = EngineThread(make)
 
-    def __call__(self, table: pa.Table) -> pa.Table:
-        """Ask the rows of one piece."""
+    def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
+        """Ask the rows of one block. Parts of it come out in order, as soon as all their rows are there."""
         self._query.check_columns(table.column_names)
-        return table.append_column(
-            pa.field(self._query.output_col, (column := reply_column(self._replies(table), self._query)).type), column
-        )
+        size = table.num_rows if self._query.group_by_prefix else _ROWS_PER_PART
+        parts = [table.slice(start, size) for start in range(0, table.num_rows, size)]
+        asked = deque((part, self._ask(part)) for part in parts)
+        kind = reply_type(self._query)
+        while asked:
+            part, replies = asked.popleft()
+            column = reply_column(replies(), self._query)
+            yield part.append_column(pa.field(self._query.output_col, kind), column)
 
-    def _replies(self, table: pa.Table) -> list[Reply]:
+    def _ask(self, table: pa.Table) -> Callable[[], list[Reply]]:
+        """Hand the rows that have no stored reply to the engine; the replies are there when the result returns."""
         columns = {name: table.column(name).combine_chunks() for name in self._query.columns}
 
         def values(index: int) -> dict[str, Any]:
             return {name: column[index].as_py() for name, column in columns.items()}
 
-        keys = row_keys(table) if self._store is not None else None
-        replies: list[Reply | None] = [None] * table.num_rows
-        if keys is not None:
-            for index, (block, row) in enumerate(keys):
-                if (stored := self._stored_replies(block).get(row)) is not None:
-                    replies[index] = with_parsed(stored, self._query)
-            resumed = [reply for reply in replies if reply is not None]
-            if resumed:
-                errors = sum(reply["status"] != "ok" for reply in resumed)
-                self._engine.call(self._limiter.count, rows=len(resumed), errors=errors, resumed=len(resumed))
-        asked = [index for index, reply in enumerate(replies) if reply is None]
+        store = self._store
+        keys = row_keys(table) if store is not None else None
+        stored = {} if store is None or keys is None else self._stored(store, keys)
+        asked = [index for index in range(table.num_rows) if index not in stored]
 
         def keep(position: int, reply: Reply) -> None:
-            if self._store is not None and keys is not None:
-                self._store.append(*keys[asked[position]], {k: v for k, v in reply.items() if k != "parsed"})
+            if store is not None and keys is not None:
+                store.append(*keys[asked[position]], {name: v for name, v in reply.items() if name != "parsed"})
 
-        fresh = self._engine.answer(
+        fresh = self._engine.ask(
             len(asked),
             lambda position: self._query.body(values(asked[position])),
             order=self._prefix_order([values(index) for index in asked]) if self._query.group_by_prefix else None,
             on_reply=keep,
         )
-        for index, reply in zip(asked, fresh, strict=True):
-            replies[index] = reply
-        return replies  # type: ignore[return-value]
+
+        def replies() -> list[Reply]:
+            answered = {**stored, **dict(zip(asked, fresh(), strict=True))}
+            return [answered[index] for index in range(table.num_rows)]
+
+        return replies
+
+    def _stored(self, store: ReplyStore, keys: Sequence[tuple[int, int]]) -> dict[int, Reply]:
+        """Stored replies by position in the table."""
+        blocks = {block: store.load(block) for block in {block for block, _ in keys}}
+        found = {
+            index: with_parsed(reply, self._query)
+            for index, (block, row) in enumerate(keys)
+            if (reply := blocks[block].get(row)) is not None
+        }
+        if found:
+            errors = sum(reply["status"] != "ok" for reply in found.values())
+            self._engine.call(self._limiter.count, rows=len(found), errors=errors, resumed=len(found))
+        return found
 
     def _prefix_order(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
         """Positions of the rows, those with a common beginning next to each other."""
@@ -265,13 +297,6 @@ class AiQuery:
         keys = [beginning(position) for position in range(len(rows))]
         return sorted(range(len(rows)), key=keys.__getitem__)
 
-    def _stored_replies(self, block: int) -> dict[int, Reply]:
-        if block not in self._stored:
-            if len(self._stored) >= 2 * _CALLS_PER_ACTOR:
-                self._stored.pop(next(iter(self._stored)), None)
-            self._stored[block] = {} if self._store is None else self._store.load(block)
-        return self._stored[block]
-
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self._engine.close()
@@ -279,14 +304,13 @@ class AiQuery:
                 self._store.flush()
 
 
-def _in_pieces(ds: Dataset, rows: int) -> Dataset:
-    # versions without `strict` always behave as if it were set
-    strict = {"strict": True} if "strict" in inspect.signature(ds.repartition).parameters else {}
-    return ds.repartition(target_num_rows_per_block=rows, **strict)
+def _as_it_is(table: pa.Table) -> pa.Table:
+    """Only there for its `batch_size`: Ray joins blocks that have fewer rows."""
+    return table
 
 
 def _actor_pool(actors: int, calls: int) -> Any:
-    """A fixed pool whose actors work on `calls` pieces at once."""
+    """A fixed pool whose actors work on `calls` blocks at once."""
     known = inspect.signature(ray.data.ActorPoolStrategy.__init__).parameters
     options: dict[str, Any] = {"size": actors, "max_tasks_in_flight_per_actor": calls + 4}
     if "max_concurrent_calls_per_actor" in known:

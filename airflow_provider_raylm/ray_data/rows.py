@@ -61,7 +61,8 @@ def reply_of_body(body: Any, query: Query) -> Reply:
     """
     if not isinstance(body, Mapping):
         raise Fault("invalid_reply", "the reply is no JSON object", http_status=200)
-    usage = body.get("usage") if isinstance(body.get("usage"), Mapping) else {}
+    usage = body.get("usage")
+    usage = usage if isinstance(usage, Mapping) else {}
     reply: Reply = {
         "prompt_tokens": _count(usage.get("prompt_tokens")),
         "completion_tokens": _count(usage.get("completion_tokens")),
@@ -140,10 +141,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
 
 
 def with_parsed(reply: Reply, query: Query) -> Reply:
-    """`reply` with its text parsed to the form asked for, or as an error that keeps the text.
-
-    A reply that was cut off, or calls a tool, is not parsed.
-    """
+    """`reply` with its text parsed to the form asked for, or as an error that keeps the text."""
     if query.reply_format is None or reply.get("status") != "ok" or reply.get("tool_calls"):
         return reply
     try:

@@ -93,8 +93,7 @@ class ReplyFormat:
                 schema = given
         else:
             raise SpecError(
-                "response_format: expected a JSON schema, a pydantic model or a DDL string, "
-                f"got {type(form).__name__}"
+                f"response_format: expected a JSON schema, a pydantic model or a DDL string, got {type(form).__name__}"
             )
         _check_schema(schema)
         if _resolve(schema, schema).get("type") != "object":
@@ -282,8 +281,8 @@ _TOKEN = re.compile(r"\s*(?:(`[^`]+`|[^\W\d]\w*)|([<>,:]))")
 def parse_ddl(text: str) -> pa.DataType:
     """Struct type of a column list such as `label STRING, score DOUBLE, tags ARRAY<STRING>`.
 
-    Types: those of `_DDL_SCALARS`, `ARRAY<t>`, `MAP<STRING, t>`, `STRUCT<name: t, ...>`. `STRUCT<...>` around everything is
-    fine, and `NOT NULL` after a type is accepted.
+    Types: those of `_DDL_SCALARS`, `ARRAY<t>`, `MAP<STRING, t>`, `STRUCT<name: t, ...>`. `STRUCT<...>` around all
+    is fine, and `NOT NULL` after a type is accepted.
 
     Raises:
         SpecError: It is no such list; the message says where.
