@@ -1,0 +1,282 @@
+"""Flow control of one job on one model of one endpoint: the law, the signals and the breaker in one place.
+
+Pure: what happened and the clock in, how many requests may start out. `limiter.py` runs it in a process of its own,
+`keeper.py` in the actor that all query actors of a job share, the benchmarks in virtual time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from airflow_provider_raylm.ray_data.breaker import Breaker
+from airflow_provider_raylm.ray_data.contracts import Sample
+from airflow_provider_raylm.ray_data.limit import ALPHA, FIRST_LIMIT, MAX_LIMIT, Limit, Window
+from airflow_provider_raylm.ray_data.signals import (
+    MIN_FIT_ROWS,
+    MIN_PROBES,
+    OVERHEAD_S,
+    Load,
+    plausible,
+    share_from_fit,
+    share_from_probes,
+)
+from airflow_provider_raylm.spec import Priority
+
+TICK_S = 1.0
+FRESH_S = 2.5
+"""Age in seconds up to which a reading of the server's metrics describes the present."""
+PROBES_PER_S = 6.0
+"""Streamed rows aimed at, since reading a stream costs the client a hundred times a plain reply."""
+UNSTREAMED_ROWS = 512
+"""Rows after which a server that has never streamed one is taken for one that cannot."""
+BLIND_ROWS = 128
+BLIND_S = 60.0
+"""Rows, and seconds without a waiting share, after which throughput is the only thing left to go by."""
+LAGGING_S = 0.5
+"""Lag of the client's event loop above which more requests in flight cannot help."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Running totals of one sender. Totals, not differences: a lost or repeated report then does no harm."""
+
+    success: int = 0
+    ignore: int = 0
+    dropped: int = 0
+    unreachable: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    rows: int = 0
+    errors: int = 0
+    resumed: int = 0
+
+    def add(self, sample: Sample) -> None:
+        """Count one request that ended."""
+        setattr(self, sample.outcome, getattr(self, sample.outcome) + 1)
+        self.prompt_tokens += sample.prompt_tokens
+        self.completion_tokens += sample.completion_tokens
+
+    def minus(self, other: Tally) -> Tally:
+        """What was added since `other`."""
+        return Tally(**{name: getattr(self, name) - getattr(other, name) for name in self.__slots__})
+
+    def plus(self, other: Tally) -> Tally:
+        """Both together."""
+        return Tally(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+
+@dataclass(slots=True)
+class Flow:
+    """How many requests one job may have in flight, and why.
+
+    Attributes:
+        started_s: The clock now; all other times come from the same clock.
+        first_limit: Where the limit starts; at most `FIRST_LIMIT`.
+        priority: Requests to keep waiting at the server.
+        members: Independent controllers that share that number, this one included.
+        stall_timeout_s: See `Breaker`.
+        total: Everything counted so far.
+        signal: Where the waiting share came from: `metrics`, `ttft`, `fit`, `throughput`, or `none` yet.
+        share: The last waiting share, `None` if not known.
+        network_s: Seconds a packet takes to the endpoint and back, measured apart from its queue.
+        loop_lag_s: Seconds by which the client's event loop is late.
+    """
+
+    started_s: float
+    first_limit: int = FIRST_LIMIT
+    priority: Priority = "normal"
+    members: int = 1
+    stall_timeout_s: float = 900.0
+    total: Tally = field(default_factory=Tally)
+    signal: str = "none"
+    share: float | None = None
+    network_s: float = 0.0
+    loop_lag_s: float = 0.0
+    _limit: Limit = field(init=False)
+    _breaker: Breaker = field(init=False)
+    _samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=512))
+    _share_s: float = -math.inf
+    _load: Load | None = None
+    _load_s: float = -math.inf
+    _load_is_new: bool = False
+    _pause_until_s: float = -math.inf
+    _dropped: int = 0
+    _peak: int = 0
+    _in_flight: int = 0
+    _rows_per_s: float = 0.0
+    _tokens_per_s: float = 0.0
+    _last_tick_s: float = field(init=False)
+    _last_total: Tally = field(default_factory=Tally)
+    _asked: int = 0
+    _probes_seen: bool = False
+
+    def __post_init__(self) -> None:
+        start = float(max(1, min(self.first_limit, FIRST_LIMIT)))
+        self._limit = Limit(start, self.started_s, alpha=ALPHA[self.priority] / self.members, most=MAX_LIMIT)
+        self._breaker = Breaker(self.stall_timeout_s)
+        self._last_tick_s = self.started_s
+
+    @property
+    def limit(self) -> int:
+        """Requests this job may have in flight."""
+        return int(self._limit.value)
+
+    def add(self, now_s: float, counted: Tally, samples: Sequence[Sample], retry_after_s: float = 0.0) -> None:
+        """Take in requests that ended.
+
+        Args:
+            now_s: The clock.
+            counted: How many ended how, since the last call.
+            samples: Some of them, drawn without regard to their length, in this clock.
+            retry_after_s: Seconds for which the server wants to be left alone.
+        """
+        self.total = self.total.plus(counted)
+        self._samples.extend(samples)
+        self._probes_seen = self._probes_seen or any(s.ttft_s is not None for s in samples)
+        self._dropped += counted.dropped
+        if counted.dropped:
+            self._pause_until_s = max(self._pause_until_s, now_s + retry_after_s)
+        if self._breaker.record(
+            now_s,
+            answered=counted.success + counted.ignore,
+            dropped=counted.dropped,
+            unreachable=counted.unreachable,
+        ):
+            self._limit.restart(now_s)
+
+    def see(self, now_s: float, load: Load) -> None:
+        """Take in a reading of the server's metrics."""
+        in_network = self._rows_per_s * (self.network_s + OVERHEAD_S)
+        if plausible(load, in_flight=self._in_flight, in_network=in_network):
+            self._load, self._load_s, self._load_is_new = load, now_s, True
+
+    def holds(self, in_flight: int) -> None:
+        """Say how many requests are in flight now."""
+        self._in_flight = in_flight
+        self._peak = max(self._peak, in_flight)
+
+    def free(self, now_s: float) -> int:
+        """How many more requests may start now. While the endpoint is away: one, when a probe is due."""
+        if now_s < self._pause_until_s:
+            return 0
+        if self._breaker.is_open:
+            return int(self._breaker.take_probe(now_s))
+        return max(0, self.limit - self._in_flight)
+
+    def stalled(self, now_s: float) -> bool:
+        """True when the endpoint has let nothing through for the whole stall limit."""
+        return self._breaker.stalled(now_s)
+
+    @property
+    def away(self) -> bool:
+        """True while only probes may be sent."""
+        return self._breaker.is_open
+
+    def paused_s(self, now_s: float) -> float:
+        """Seconds left of a pause the server asked for."""
+        return max(0.0, self._pause_until_s - now_s)
+
+    def take_up(self, now_s: float, limit: int) -> None:
+        """Go on from a limit found earlier."""
+        self._limit = Limit(float(limit), now_s, alpha=self._limit.alpha, slow_start=False, reason="taken up")
+
+    def stream_every(self, now_s: float) -> int:
+        """Every so manieth request should be streamed, to measure its time to first token; 0 for none."""
+        if now_s - self._load_s <= 2 * FRESH_S or (self.total.success > UNSTREAMED_ROWS and not self._probes_seen):
+            return 0
+        return max(1, round(self._rows_per_s / PROBES_PER_S))
+
+    def wants_stream(self, now_s: float) -> bool:
+        """True when the next request should be streamed."""
+        every = self.stream_every(now_s)
+        self._asked += 1
+        return every > 0 and self._asked % every == 0
+
+    def tick(self, now_s: float) -> dict[str, Any]:
+        """Adjust the limit. Call it every `TICK_S`.
+
+        Returns:
+            One row of the trace.
+        """
+        self._measure_rates(now_s)
+        if not self._breaker.is_open:
+            self._limit.step(self._window(now_s))
+        self._dropped, self._peak, self._load_is_new = 0, self._in_flight, False
+        return self.status(now_s)
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """Limit, signal, rates and totals at this moment, as JSON values."""
+        state = "away" if self._breaker.is_open else "paused" if now_s < self._pause_until_s else "running"
+        return {
+            "elapsed_s": round(now_s - self.started_s, 3),
+            "state": state,
+            "limit": self.limit,
+            "in_flight": self._in_flight,
+            "signal": self.signal,
+            "waiting_share": None if self.share is None else round(self.share, 4),
+            "reason": self._limit.reason,
+            "rows": self.total.rows,
+            "errors": self.total.errors,
+            "resumed": self.total.resumed,
+            "dropped": self.total.dropped,
+            "unreachable": self.total.unreachable,
+            "prompt_tokens": self.total.prompt_tokens,
+            "completion_tokens": self.total.completion_tokens,
+            "rows_per_s": round(self._rows_per_s, 2),
+            "completion_tokens_per_s": round(self._tokens_per_s, 1),
+            "loop_lag_s": round(self.loop_lag_s, 4),
+        }
+
+    def _measure_rates(self, now_s: float) -> None:
+        new = self.total.minus(self._last_total)
+        elapsed = now_s - self._last_tick_s
+        if elapsed <= 0:
+            return
+        weight = 1 - math.exp(-elapsed / 5.0)
+        ended = new.success + new.ignore
+        self._rows_per_s += weight * (ended / elapsed - self._rows_per_s)
+        self._tokens_per_s += weight * (new.completion_tokens / elapsed - self._tokens_per_s)
+        self._last_total, self._last_tick_s = self.total, now_s
+
+    def _window(self, now_s: float) -> Window:
+        successes = [s for s in self._samples if s.outcome == "success"]
+        recent = _lately(now_s, successes, 2.0, 16)
+        overhead_s = OVERHEAD_S + self.network_s + self.loop_lag_s
+        share: float | None = None
+        basis, blind = recent, False
+        if self._load is not None and now_s - self._load_s <= FRESH_S:
+            if self._load_is_new:
+                share, self.signal = self._load.waiting_share, "metrics"
+        else:
+            probes = _lately(now_s, [s for s in successes if s.ttft_s is not None], 2.0, MIN_PROBES)
+            rows = _lately(now_s, successes, 2.0, 2 * MIN_FIT_ROWS)
+            if (share := share_from_probes(probes, overhead_s=overhead_s)) is not None:
+                basis, self.signal = probes, "ttft"
+            elif (share := share_from_fit(rows, overhead_s=overhead_s)) is not None:
+                basis, self.signal = rows, "fit"
+            elif self.total.success > BLIND_ROWS and now_s - self._share_s > BLIND_S:
+                blind, self.signal, self.share = True, "throughput", None
+        if share is not None:
+            self.share, self._share_s = share, now_s
+        return Window(
+            now_s=now_s,
+            share=share,
+            blind=blind,
+            instant=self.signal == "metrics",
+            sent_s=statistics.median(s.sent_s for s in basis) if basis else None,
+            used=0.0 if self.loop_lag_s > LAGGING_S else self._peak / max(1, self.limit),
+            dropped=self._dropped,
+            latency_s=statistics.fmean(s.done_s - s.sent_s for s in recent) if recent else None,
+            work_per_s=self._tokens_per_s or self._rows_per_s,
+        )
+
+
+def _lately(now_s: float, samples: list[Sample], seconds: float, least: int) -> list[Sample]:
+    """Samples that ended in the last `seconds`, or the last `least` if those are more."""
+    fresh = sum(1 for s in samples if s.done_s >= now_s - seconds)
+    return samples[-max(fresh, least) :]

@@ -1,0 +1,186 @@
+"""The law of the limit on requests in flight: one window's figures and the clock in, a number out.
+
+    limit <- limit + GAMMA * (alpha - share * limit)
+
+`share` is the part of the requests in flight that waits at the server. The law is additive increase, multiplicative
+decrease with the queue measured (the form of FAST TCP, https://doi.org/10.1109/TNET.2006.886335). Its fixed point
+keeps `alpha` requests of this job waiting: the server never runs dry, others hardly notice, and since all jobs at an
+endpoint see the same share, all get the same limit. Nothing here sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from airflow_provider_raylm.spec import Priority
+
+GAMMA = 0.5
+ALPHA: dict[Priority, float] = {"low": 4.0, "normal": 16.0, "high": 64.0}
+FIRST_LIMIT = 256
+MAX_LIMIT = 8192.0
+QUIET_WINDOWS = 3
+QUEUE_S = 1.0
+"""Wait in the server's queue above which a job keeps fewer requests waiting."""
+MIN_ALPHA_SHARE = 0.125
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What was seen since the last step.
+
+    Attributes:
+        now_s: The clock, in seconds; the same clock as `sent_s`.
+        share: Waiting share in 0..1, `None` when there is nothing new.
+        blind: No source can tell, and none is expected to.
+        instant: `share` shows the server as it is now (its metrics), not as the ended requests met it.
+        sent_s: Median time at which the requests that ended lately had been sent; `None` when none ended.
+        used: Largest number in flight over the limit.
+        dropped: Requests the server turned away (429, 503).
+        latency_s: Mean latency of the requests that ended lately; `None` when none ended.
+        work_per_s: Tokens (rows where there are none) finished per second.
+    """
+
+    now_s: float
+    share: float | None = None
+    blind: bool = False
+    instant: bool = False
+    sent_s: float | None = None
+    used: float = 1.0
+    dropped: int = 0
+    latency_s: float | None = None
+    work_per_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Plateau:
+    """Search for the smallest limit that gives the best throughput, for servers that show nothing else.
+
+    Steps up while throughput may still rise, and looks two steps past the best one, because servers have dips (a batch
+    above the captured CUDA graphs is slower than one below, and a much larger one faster again). Then it stays, and
+    looks again after `REST_WINDOWS` flights.
+    """
+
+    STEP = 1.6
+    PATIENCE = 2
+    ENOUGH = 0.97
+    REST_FLIGHTS = 30
+
+    tried: dict[float, float] = field(default_factory=dict)
+    resting: int = 0
+
+    def step(self, limit: float, work_per_s: float) -> float:
+        """The next limit, given the throughput of one whole flight at `limit`."""
+        if self.resting > 0:
+            self.resting -= 1
+            if self.resting == 0:
+                self.tried = {}
+            return limit
+        self.tried[limit] = work_per_s
+        best = max(self.tried.values())
+        best_limit = min(at for at, work in self.tried.items() if work >= self.ENOUGH * best)
+        past = sum(1 for at in self.tried if at > best_limit)
+        if past < self.PATIENCE:
+            return max(self.tried) * self.STEP
+        if best_limit == min(self.tried) and best_limit > 1:  # the first one tried was enough: is less, too?
+            return max(1.0, best_limit / self.STEP)
+        self.resting = self.REST_FLIGHTS
+        return best_limit
+
+
+@dataclass(slots=True)
+class Limit:
+    """The limit of one job on one model of one endpoint.
+
+    Attributes:
+        value: The limit; use its floor, at least 1.
+        reason: Why it last changed.
+    """
+
+    value: float
+    started_s: float
+    alpha: float = ALPHA["normal"]
+    most: float = MAX_LIMIT
+    reason: str = "start"
+    slow_start: bool = True
+    _cut_s: float = field(init=False)
+    _grown_s: float = field(init=False)
+    _quiet: int = 0
+    _ceiling: float = field(default=float("inf"))
+    _plateau: Plateau = field(default_factory=Plateau)
+
+    def __post_init__(self) -> None:
+        self._cut_s = self._grown_s = self.started_s
+
+    def step(self, window: Window) -> float:
+        """Take one window into account and return the new limit."""
+        sent_s = window.sent_s
+        flown = sent_s is not None and sent_s >= max(self._cut_s, self._grown_s)
+        if window.dropped:
+            if sent_s is None or sent_s >= self._cut_s:
+                self._ceiling = self.value
+                self._set(0.9 * self.value, window.now_s, "the server turned requests away")
+            self.slow_start = False
+            self._quiet = 0
+        elif window.share is not None:
+            if window.instant or flown:
+                self._follow(window, window.share, flown)
+        elif window.blind:
+            self._search(window, flown)
+        return self.value
+
+    def restart(self, now_s: float) -> None:
+        """Begin again after the endpoint was away: it may have come back smaller, or cold."""
+        self.slow_start = True
+        self._quiet = 0
+        self._set(min(self.value, FIRST_LIMIT), now_s, "the endpoint is back")
+        self._cut_s = now_s
+
+    def _follow(self, window: Window, share: float, flown: bool) -> None:
+        queued = share * self.value
+        alpha = self._alpha(window, share)
+        if self.slow_start:
+            if queued < alpha / 2:
+                if window.used >= 0.8:
+                    self._set(2 * self.value, window.now_s, "no queue yet: doubled")
+                return
+            if not flown:  # prompts that were sent together wait for each other for a moment
+                return
+            self.slow_start = False
+            if queued > alpha:
+                self._set(self.value * (1 - share) + alpha, window.now_s, "found the queue")
+            return
+        self._quiet = self._quiet + 1 if queued < alpha / 4 else 0
+        change = GAMMA * (alpha - queued)
+        if change < 0:
+            if window.sent_s is not None and window.sent_s >= self._cut_s:
+                self._set(self.value + change, window.now_s, "more waiting than wanted")
+        elif window.used >= 0.8:
+            if self.value >= 0.9 * self._ceiling:
+                self._ceiling *= 1.005  # the server may have grown since it turned requests away
+                self._set(min(self.value + min(change, 1.0), self._ceiling), window.now_s, "near the last refusal")
+            elif self._quiet >= QUIET_WINDOWS:
+                self._set(1.25 * self.value, window.now_s, "no queue for a while")
+            else:
+                self._set(self.value + change, window.now_s, "fewer waiting than wanted")
+
+    def _alpha(self, window: Window, share: float) -> float:
+        """Requests to keep waiting: fewer where each of them waits long, since others would wait behind them.
+
+        The wait is the same for all jobs, so their shares stay equal.
+        """
+        wait_s = share * (window.latency_s or 0.0)
+        return self.alpha * max(MIN_ALPHA_SHARE, min(1.0, (QUEUE_S / wait_s) ** 2 if wait_s > 0 else 1.0))
+
+    def _search(self, window: Window, flown: bool) -> None:
+        if flown and window.used >= 0.8 and window.work_per_s > 0:
+            self._set(self._plateau.step(self.value, window.work_per_s), window.now_s, "searching the best throughput")
+
+    def _set(self, value: float, now_s: float, reason: str) -> None:
+        value = min(max(value, 1.0), self.most)
+        if value == self.value:
+            return
+        if value < self.value:
+            self._cut_s = now_s
+        else:
+            self._grown_s = now_s
+        self.value, self.reason = value, reason

@@ -1,0 +1,161 @@
+"""Reads an endpoint's own queue figures over HTTP: the I/O behind `signals.read_load`.
+
+Where they are (checked on Ray 2.60 with vLLM 0.29):
+
+- `vllm serve`: `/metrics` at the server's root, all engines of that server.
+- Ray Serve LLM with its default ingress: the public port answers 404 on `/metrics`, however many proxies and replicas
+  there are. vLLM hands its gauges to Ray (`log_engine_metrics`, on by default), and every node shows those of its own
+  replicas as `ray_vllm_*` on its metrics export port. The whole endpoint is the sum over the nodes. Ray refreshes them
+  every `metrics_report_interval_ms`, 10 s by default, so a reading may describe the past; it counts only when it has
+  changed.
+- Ray Serve LLM with direct streaming through HAProxy and `log_engine_metrics: false`: `/metrics` on the Serve port, of
+  one replica a time; with several replicas the figures fall short of what we have in flight, and are not used.
+- A gateway in front: usually nothing, then streamed probes tell.
+
+vLLM can also return `num_requests_waiting` with a reply (request header `endpoint-load-metrics-format`). It is not
+used: each such reply walks the server's whole metrics registry and writes a log line, the running requests are missing,
+and Ray's ingress does not pass it on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from airflow_provider_raylm.ray_data.signals import Load, read_load
+
+SEARCH_AGAIN_S = 30.0
+TIMEOUT_S = 2.0
+RAY_POLL_S = 2.0
+
+
+def metrics_urls(base_url: str) -> list[str]:
+    """Where a server of this OpenAI base URL may show its metrics, likeliest first."""
+    parts = urlsplit(base_url)
+    root = f"{parts.scheme}://{parts.netloc}"
+    path = parts.path.rstrip("/")
+    prefix = path[: -len("/v1")] if path.endswith("/v1") else path
+    return list(dict.fromkeys(f"{root}{p}/metrics" for p in (prefix, "", path)))
+
+
+def ray_metrics_urls(base_url: str) -> list[str]:
+    """Metrics pages of this Ray cluster's nodes, if the endpoint is on one of them. Blocks; needs `ray.init`."""
+    import ray
+
+    nodes = [n for n in ray.nodes() if n.get("Alive") and n.get("MetricsExportPort")]
+    host = urlsplit(base_url).hostname or ""
+    here = {str(n["NodeManagerAddress"]) for n in nodes} | {str(n.get("NodeManagerHostname")) for n in nodes}
+    if host not in here and not _is_loopback(host):
+        return []
+    return [f"http://{n['NodeManagerAddress']}:{n['MetricsExportPort']}/metrics" for n in nodes]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class LoadReader:
+    """Finds the page that shows the endpoint's queue and reads it.
+
+    Args:
+        base_url: OpenAI base URL of the endpoint.
+        model: Model id, for pages that show several.
+        api_key: Sent to the endpoint's own host only.
+        ray_urls: Called now and then for the metrics pages of the Ray cluster the endpoint is on, all to be summed.
+    """
+
+    def __init__(
+        self, base_url: str, model: str, api_key: str, ray_urls: Callable[[str], Sequence[str]] | None = None
+    ) -> None:
+        self._base_url = base_url
+        self._model = model
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._ray_urls = ray_urls
+        self._found: list[str] = []
+        self._on_ray = False
+        self._search_s = 0.0
+        self._ray_s = 0.0
+        self._last: Load | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def read(self) -> Load | None:
+        """The load now, `None` when nothing shows it or, on Ray's pages, nothing has changed since."""
+        if not self._found:
+            return await self._search()
+        now_s = time.monotonic()
+        if self._on_ray:
+            if now_s < self._ray_s:
+                return None
+            self._ray_s = now_s + RAY_POLL_S
+        load = await self._sum(self._found)
+        if load is None:
+            self._found = []
+            return None
+        if self._on_ray and load == self._last:
+            return None
+        self._last = load
+        return load
+
+    async def network_s(self) -> float | None:
+        """Seconds a connection to the endpoint takes to be set up: the network's round trip, without any queue."""
+        parts = urlsplit(self._base_url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        best: float | None = None
+        for _ in range(3):
+            begin = time.perf_counter()
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, port), TIMEOUT_S)
+            except (OSError, asyncio.TimeoutError):
+                return best
+            took = time.perf_counter() - begin
+            writer.close()
+            best = took if best is None else min(best, took)
+        return best
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _search(self) -> Load | None:
+        now_s = time.monotonic()
+        if now_s < self._search_s:
+            return None
+        self._search_s = now_s + SEARCH_AGAIN_S
+        for url in metrics_urls(self._base_url):
+            load = await self._sum([url])
+            if load is not None:
+                self._found, self._on_ray = [url], False
+                return load
+        if self._ray_urls is not None:
+            urls = list(await asyncio.to_thread(self._ray_urls, self._base_url))
+            load = await self._sum(urls) if urls else None
+            if load is not None:  # how old this first one is cannot be told: it is the next change that counts
+                self._found, self._on_ray, self._last = urls, True, load
+        return None
+
+    async def _sum(self, urls: Sequence[str]) -> Load | None:
+        loads = [load for load in await asyncio.gather(*(self._page(url) for url in urls)) if load is not None]
+        if not loads:
+            return None
+        return Load(waiting=sum(x.waiting for x in loads), running=sum(x.running for x in loads))
+
+    async def _page(self, url: str) -> Load | None:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+        own_host = urlsplit(url).netloc == urlsplit(self._base_url).netloc
+        try:
+            async with self._session.get(url, headers=self._headers if own_host else {}) as response:
+                if response.status != 200:
+                    return None
+                return read_load(await response.text(errors="replace"), self._model)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            return None

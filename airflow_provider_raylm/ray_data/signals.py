@@ -1,0 +1,163 @@
+"""How much of what is in flight waits at the server: the waiting share, from whatever the server lets us see.
+
+Pure functions: no clock, no I/O. Each estimator answers a share in 0..1, or `None` when it cannot tell. None of them
+compares with a smallest latency seen earlier: a job that starts on a busy server would take its queue for normal.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from airflow_provider_raylm.ray_data.contracts import Sample
+
+OVERHEAD_S = 0.05
+"""What a reply takes besides queue and steps of the model: parsing, templates, proxies."""
+PREFILL_STEPS = 6.0
+"""Steps of the model a prompt may take before its first token without having waited: it joins a running step, is cut
+into chunks, and shares them with others."""
+MIN_PROBES = 6
+MIN_FIT_ROWS = 32
+
+_GAUGE = re.compile(
+    r"^(?:ray_)?(?:vllm[:_]num_requests_|sglang[:_]num_|tgi_)"
+    r"(?P<kind>waiting|running|queue_reqs|running_reqs|queue_size|batch_current_size)"
+    r"(?:\{(?P<labels>[^}]*)\})?[ \t]+(?P<value>\S+)",
+    re.MULTILINE,
+)
+_MODEL_LABEL = re.compile(r'\bmodel_name="([^"]*)"')
+_WAITING = frozenset({"waiting", "queue_reqs", "queue_size"})
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests at the server at one moment, everybody's.
+
+    Attributes:
+        waiting: Not admitted yet, or preempted.
+        running: In the model's batch.
+    """
+
+    waiting: float
+    running: float
+
+    @property
+    def waiting_share(self) -> float:
+        """0 for an idle server."""
+        total = self.waiting + self.running
+        return self.waiting / total if total > 0 else 0.0
+
+
+def read_load(text: str, model: str) -> Load | None:
+    """Read the queue gauges of vLLM, vLLM behind Ray (`ray_vllm_*`), SGLang or TGI from a metrics page.
+
+    Gauges of several engines are summed. Where the page labels more than one model, only `model` counts.
+
+    Returns:
+        `None` when the page has no pair of gauges for this model.
+    """
+    sums: dict[str, dict[bool, float]] = {}
+    for match in _GAUGE.finditer(text):
+        label = _MODEL_LABEL.search(match["labels"] or "")
+        try:
+            value = float(match["value"])
+        except ValueError:
+            continue
+        of_model = sums.setdefault(label[1] if label else "", {})
+        waiting = match["kind"] in _WAITING
+        of_model[waiting] = of_model.get(waiting, 0.0) + value
+    found = sums.get(model) or (next(iter(sums.values())) if len(sums) == 1 else {})
+    return Load(waiting=found[True], running=found[False]) if len(found) == 2 else None
+
+
+def plausible(load: Load, *, in_flight: float, in_network: float) -> bool:
+    """Whether the figures can describe the whole endpoint: they hold at least what we ourselves have there.
+
+    One replica of several behind a balancer shows only its own part.
+
+    Args:
+        load: What the metrics page says.
+        in_flight: Requests of this job under way when it was read.
+        in_network: How many of them may have been between here and the server.
+    """
+    return load.waiting + load.running >= 0.7 * (in_flight - in_network) - 2
+
+
+def share_from_probes(samples: Sequence[Sample], *, overhead_s: float = OVERHEAD_S) -> float | None:
+    """Waiting share from streamed rows: time before the first token that steps of the model do not explain.
+
+    By Little's law the time waited over the time spent is the share of requests that wait.
+    """
+    waited = total = 0.0
+    probes = 0
+    for s in samples:
+        if s.ttft_s is None or s.outcome != "success":
+            continue
+        latency = s.done_s - s.sent_s
+        step = (latency - s.ttft_s) / (s.completion_tokens - 1) if s.completion_tokens > 1 else 0.0
+        waited += max(0.0, s.ttft_s - PREFILL_STEPS * step - overhead_s)
+        total += latency
+        probes += 1
+    return min(1.0, waited / total) if probes >= MIN_PROBES and total > 0 else None
+
+
+def share_from_fit(samples: Sequence[Sample], *, overhead_s: float = OVERHEAD_S) -> float | None:
+    """Waiting share from finished rows: the part of their latency that does not grow with their length.
+
+    Fits latency = a + b x completion tokens + c x prompt tokens with Huber weights; a - 6b - overhead is the wait.
+    Needs `MIN_FIT_ROWS` rows and lengths that differ.
+    """
+    rows = [s for s in samples if s.outcome == "success" and s.completion_tokens > 0]
+    if len(rows) < MIN_FIT_ROWS:
+        return None
+    y = [s.done_s - s.sent_s for s in rows]
+    out = [float(s.completion_tokens) for s in rows]
+    if statistics.pstdev(out) < 0.1 * statistics.fmean(out):
+        return None
+    prompt = [float(s.prompt_tokens) for s in rows]
+    with_prompt = statistics.pstdev(prompt) >= 0.1 * max(1.0, statistics.fmean(prompt))
+    columns = [[1.0] * len(rows), out, *([prompt] if with_prompt else [])]
+    coefficients = _huber(columns, y)
+    if coefficients is None or coefficients[1] < 0:
+        return None
+    waited = coefficients[0] - PREFILL_STEPS * coefficients[1] - overhead_s
+    return min(1.0, max(0.0, waited) * len(rows) / sum(y))
+
+
+def _huber(columns: list[list[float]], y: list[float], rounds: int = 6) -> list[float] | None:
+    """Least squares, then re-weighted so that outliers pull with constant force. `None` if singular."""
+    weights = [1.0] * len(y)
+    result: list[float] | None = None
+    for _ in range(rounds):
+        result = _weighted_least_squares(columns, y, weights)
+        if result is None:
+            return None
+        residuals = [abs(v - sum(k * c[i] for k, c in zip(result, columns, strict=True))) for i, v in enumerate(y)]
+        scale = 1.345 * 1.4826 * statistics.median(residuals)
+        if scale <= 1e-9:
+            break
+        weights = [1.0 if r <= scale else scale / r for r in residuals]
+    return result
+
+
+def _weighted_least_squares(columns: list[list[float]], y: list[float], weights: list[float]) -> list[float] | None:
+    n = len(columns)
+    matrix = [
+        [
+            *(sum(w * a * b for w, a, b in zip(weights, columns[i], columns[j], strict=True)) for j in range(n)),
+            sum(w * a * b for w, a, b in zip(weights, columns[i], y, strict=True)),
+        ]
+        for i in range(n)
+    ]
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda r: abs(matrix[r][i]))
+        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        if abs(matrix[i][i]) < 1e-12:
+            return None
+        for r in range(n):
+            if r != i:
+                factor = matrix[r][i] / matrix[i][i]
+                matrix[r] = [a - factor * b for a, b in zip(matrix[r], matrix[i], strict=True)]
+    return [matrix[i][n] / matrix[i][i] for i in range(n)]

@@ -1,0 +1,265 @@
+"""Flow control against simulated engines in virtual time: minutes of load in a second, the same every time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from airflow_provider_raylm.ray_data.contracts import Outcome, Sample
+from airflow_provider_raylm.ray_data.flow import Flow, Tally
+from airflow_provider_raylm.ray_data.signals import Load
+from benchmarks.engine import Engine, Request, Shape
+from benchmarks.workload import Mix
+
+
+class Controller(Protocol):
+    """What decides how many requests a job has in flight. `Flow` is one; `Fixed` another."""
+
+    def free(self, now_s: float) -> int: ...
+    def holds(self, in_flight: int) -> None: ...
+    def wants_stream(self, now_s: float) -> bool: ...
+    def add(self, now_s: float, counted: Tally, samples: Sequence[Sample], retry_after_s: float = 0.0) -> None: ...
+    def see(self, now_s: float, load: Load) -> None: ...
+    def tick(self, now_s: float) -> dict[str, Any]: ...
+
+
+@dataclass
+class Fixed:
+    """A limit that somebody has set by hand."""
+
+    limit: int
+    in_flight: int = 0
+
+    def free(self, now_s: float) -> int:
+        return self.limit - self.in_flight
+
+    def holds(self, in_flight: int) -> None:
+        self.in_flight = in_flight
+
+    def wants_stream(self, now_s: float) -> bool:
+        return False
+
+    def add(self, now_s: float, counted: Tally, samples: Sequence[Sample], retry_after_s: float = 0.0) -> None:
+        pass
+
+    def see(self, now_s: float, load: Load) -> None:
+        pass
+
+    def tick(self, now_s: float) -> dict[str, Any]:
+        return {"limit": self.limit, "in_flight": self.in_flight, "elapsed_s": now_s}
+
+
+@dataclass
+class Job:
+    """One job: its controller and its rows. Rows turned away or cut off are sent again."""
+
+    flow: Controller
+    rows: Iterator[tuple[int, int]]
+    start_s: float = 0.0
+    stop_s: float = float("inf")
+    signals: str = "metrics ttft fit"
+    in_flight: int = 0
+    done: int = 0
+    tokens: int = 0
+    retries: list[tuple[int, int]] = field(default_factory=list)
+    trace: list[dict[str, Any]] = field(default_factory=list)
+
+    def next_row(self) -> tuple[int, int] | None:
+        """A row to send, `None` when there are none left."""
+        return self.retries.pop() if self.retries else next(self.rows, None)
+
+
+@dataclass
+class _Sent:
+    job: Job
+    row: tuple[int, int]
+    sent_s: float
+    stream: bool
+    cut: bool
+    first_s: float | None = None
+
+
+@dataclass
+class Replay:
+    """A simulated endpoint and the jobs that use it.
+
+    Attributes:
+        served: Tokens generated up to each whole second of virtual time.
+        waits: `(second, seconds to first token)` of the interactive user's requests.
+    """
+
+    shape: Shape
+    jobs: list[Job]
+    seed: int = 0
+    interactive_per_s: float = 0.0
+    now_s: float = 0.0
+    served: list[int] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    queue: list[tuple[float, float]] = field(default_factory=list)
+    _engines: list[Engine] = field(default_factory=list)
+    _busy: set[int] = field(default_factory=set)
+    _in_service: int = 0
+    _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _serial: int = 0
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._in_service = self.shape.replicas
+        most = max([self.shape.replicas, *(n for _, n in self.shape.changes)])
+        self._engines = [Engine(self.shape) for _ in range(most)]
+
+    def run(self, until_s: float) -> Replay:
+        """Run from 0 to `until_s`."""
+        for at, replicas in self.shape.changes:
+            self._at(at, lambda n=replicas: self._change(n))
+        for job in self.jobs:
+            self._at(job.start_s, lambda j=job: self._start(j))
+        self._at(0.0, self._second)
+        if self.interactive_per_s:
+            self._at(0.0, self._interactive)
+        while self._events and self._events[0][0] <= until_s:
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+        return self
+
+    def tokens_per_s(self, from_s: int, to_s: int) -> float:
+        """Tokens the endpoint generated per second in that time."""
+        return (self.served[to_s] - self.served[from_s]) / (to_s - from_s)
+
+    def _at(self, when_s: float, event: Callable[[], None]) -> None:
+        self._serial += 1
+        heapq.heappush(self._events, (when_s, self._serial, event))
+
+    def _second(self) -> None:
+        self.served.append(sum(e.tokens for e in self._engines))
+        self.queue.append((sum(e.gauge[0] for e in self._engines), sum(e.gauge[1] for e in self._engines)))
+        self._at(self.now_s + 1.0, self._second)
+
+    def _start(self, job: Job) -> None:
+        self._fill(job)
+        self._at(self.now_s + 1.0, lambda: self._tick(job))
+
+    def _tick(self, job: Job) -> None:
+        if "metrics" in job.signals:
+            engines = self._engines[: self._in_service]
+            if self.shape.metrics == "one":
+                engines = engines[:1]
+            if self.shape.metrics != "none":
+                job.flow.see(self.now_s, Load(sum(e.gauge[0] for e in engines), sum(e.gauge[1] for e in engines)))
+        job.trace.append(job.flow.tick(self.now_s))
+        self._fill(job)
+        self._at(self.now_s + 1.0, lambda: self._tick(job))
+
+    def _fill(self, job: Job) -> None:
+        if self.now_s >= job.stop_s:
+            return
+        free = job.flow.free(self.now_s)
+        while free > 0 and (row := job.next_row()) is not None:
+            sent = _Sent(
+                job=job,
+                row=row,
+                sent_s=self.now_s,
+                stream=job.flow.wants_stream(self.now_s) and "ttft" in job.signals,
+                cut=self._rng.random() < self.shape.hangup,
+            )
+            job.in_flight += 1
+            job.flow.holds(job.in_flight)
+            self._at(self.now_s + self.shape.network_s / 2, lambda s=sent: self._arrive(s))
+            free = free - 1 if not self._away else 0
+
+    @property
+    def _away(self) -> bool:
+        return self._in_service == 0
+
+    def _arrive(self, sent: _Sent) -> None:
+        if self._away:
+            self._later(sent, "unreachable")
+            return
+        engine = min(self._engines[: self._in_service], key=lambda e: e.load)
+        if self.shape.reject_above is not None and len(engine.waiting) >= self.shape.reject_above:
+            self._later(sent, "dropped")
+            return
+        self._submit(engine, Request(sent.row[0], sent.row[1], owner=sent))
+
+    def _submit(self, engine: Engine, request: Request) -> None:
+        engine.submit(request)
+        if id(engine) not in self._busy:
+            self._busy.add(id(engine))
+            self._step(engine)
+
+    def _step(self, engine: Engine) -> None:
+        seconds, first, done = engine.step()
+        self._at(self.now_s + seconds, lambda: self._stepped(engine, first, done))
+
+    def _stepped(self, engine: Engine, first: list[Request], done: list[Request]) -> None:
+        for request in first:
+            if isinstance(request.owner, float):
+                self.waits.append((self.now_s, self.now_s - request.owner))
+            else:
+                request.owner.first_s = self.now_s + self.shape.network_s / 2
+                if request.owner.cut:
+                    engine.cancel(request)
+                    self._later(request.owner, "unreachable")
+        for request in done:
+            if not isinstance(request.owner, float) and not request.owner.cut:
+                self._later(request.owner, "success")
+        if engine.load and engine in self._engines[: self._in_service]:
+            self._step(engine)
+        else:
+            self._busy.discard(id(engine))
+
+    def _later(self, sent: _Sent, outcome: Outcome) -> None:
+        self._at(self.now_s + self.shape.network_s / 2, lambda: self._ended(sent, outcome))
+
+    def _ended(self, sent: _Sent, outcome: Outcome) -> None:
+        job = sent.job
+        job.in_flight -= 1
+        if outcome == "success":
+            job.done += 1
+            job.tokens += sent.row[1]
+        else:
+            job.retries.append(sent.row)
+        sample = Sample(
+            sent_s=sent.sent_s,
+            done_s=self.now_s,
+            outcome=outcome,
+            prompt_tokens=sent.row[0] if outcome == "success" and "fit" in job.signals else 0,
+            completion_tokens=sent.row[1] if outcome == "success" and "fit" in job.signals else 0,
+            ttft_s=sent.first_s - sent.sent_s if sent.stream and sent.first_s is not None else None,
+        )
+        tally = Tally()
+        tally.add(sample)
+        tally.rows = int(outcome == "success")
+        job.flow.holds(job.in_flight)
+        job.flow.add(self.now_s, tally, [sample], self.shape.retry_after_s or 0.0)
+        self._fill(job)
+
+    def _interactive(self) -> None:
+        engine = min(self._engines[: self._in_service], key=lambda e: e.load, default=None)
+        if engine is not None:
+            self._submit(engine, Request(100, 100, owner=self.now_s))
+        self._at(self.now_s + self._rng.expovariate(self.interactive_per_s), self._interactive)
+
+    def _change(self, replicas: int) -> None:
+        gone = self._engines[replicas : self._in_service]
+        self._in_service = replicas
+        for engine in gone:
+            for request in [*engine.waiting, *engine.running]:
+                engine.cancel(request)
+                if not request.cancelled or True:
+                    if not isinstance(request.owner, float):
+                        self._later(request.owner, "unreachable")
+            engine.waiting.clear()
+
+
+def job(mix: Mix, *, seed: int = 0, start_s: float = 0.0, signals: str = "metrics ttft fit", **flow: Any) -> Job:
+    """A job under flow control."""
+    return Job(Flow(start_s, **flow), mix.rows(seed), start_s=start_s, signals=signals)
+
+
+def fixed(mix: Mix, limit: int, *, seed: int = 0) -> Job:
+    """A job with a fixed limit."""
+    return Job(Fixed(limit), mix.rows(seed))
