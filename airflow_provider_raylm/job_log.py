@@ -14,6 +14,7 @@ from airflow_provider_raylm.spec import ERROR_PREFIX, RESULT_PREFIX
 
 TAIL_LINES = 20
 MAX_LINE_CHARS = 2000
+MAX_PARTIAL_CHARS = 2**20
 
 
 class JobLog:
@@ -44,6 +45,8 @@ class JobLog:
         """
         self.position += len(text)
         *lines, self._partial = (self._partial + text).split("\n")
+        if len(self._partial) > MAX_PARTIAL_CHARS:  # a progress bar that only ever returns to the start of its line
+            self._partial = self._partial.rstrip("\r").rsplit("\r", 1)[-1][-MAX_PARTIAL_CHARS:]
         return [shown for line in lines if (shown := self._take(line)) is not None]
 
     def finish(self) -> list[str]:

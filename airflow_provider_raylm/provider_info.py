@@ -19,7 +19,7 @@ def get_provider_info() -> dict[str, Any]:
     return {
         "package-name": "airflow-provider-raylm",
         "name": "Ray LLM batch inference",
-        "description": "Deploy a Qwen endpoint on Ray, run ai_query over files, write Parquet to OSS, take it down.",
+        "description": "Deploy a Qwen endpoint on Ray, run AI queries over files, write Parquet to OSS, take it down.",
         "versions": [__version__],
         "integrations": [
             {

@@ -21,7 +21,7 @@ from airflow_provider_raylm.exceptions import RayAccessError, RayJobError, RayUn
 from airflow_provider_raylm.polling import JobInfo
 
 BODY_CHARS = 300
-"""Of a refused request's body, what goes into the message."""
+"""Of the body of a refused request, what goes into the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,8 @@ def check_status(url: str, status: int, text: str, location: str = "") -> None:
     """Translate an HTTP status that is not a success into the error it means."""
     if status < 300:
         return
-    said = f"HTTP {status}: {text[:BODY_CHARS].strip()}"
+    text = text.strip()
+    said = f"HTTP {status}: {text[-BODY_CHARS:]}"  # of a traceback, the end says what happened
     if status < 400:
         raise RayAccessError(
             f"{url} redirects to {location or 'another place'} (HTTP {status}). Redirects are not followed, "

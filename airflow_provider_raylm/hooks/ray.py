@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shlex
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseHook
@@ -34,14 +37,13 @@ if TYPE_CHECKING:
 
 CANCEL_S = 60.0
 """Seconds within which a cancelled job must be terminal before we say that we could not confirm it."""
+KILL_PENDING_S = 3.0
+"""Seconds that a job which is asked to stop may stay PENDING; it may be about to start, and then stops by itself."""
 _LOOK_AGAIN_S = 0.5
-_KILL_PENDING = """\
-python -c "
-import ray
-ray.init(address='auto', log_to_driver=False)
-ray.kill(ray.get_actor('_ray_internal_job_actor_{submission_id}', namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))
-"
-"""
+_KILL_ACTOR = (
+    "import ray; ray.init(address='auto', log_to_driver=False); "
+    "ray.kill(ray.get_actor({actor!r}, namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))"
+)
 
 
 class RayHook(BaseHook):
@@ -133,23 +135,25 @@ class RayHook(BaseHook):
                     )
                 )
             except RayUnreachableError as exc:
-                if submission_id is None or time.monotonic() + pause > deadline:
+                # Ray answers 500 also to what can never succeed, and quotes the 400 of its agent
+                final = submission_id is None or "status code 400" in exc.message
+                if submission_id is not None and self._submitted(submission_id):
+                    return submission_id  # it got through, and only the answer was lost
+                if final or time.monotonic() + pause > deadline:
                     raise RaySubmitError(
-                        f"{exc.message}. The job was not confirmed as submitted", submission_id=submission_id
+                        f"the job was not submitted: {exc.message}", submission_id=submission_id
                     ) from exc
                 self.log.warning("Submitting %s: %s; trying again in %.0f s", submission_id, exc.message, pause)
                 time.sleep(pause)
                 pause = min(pause * 2, 30.0)
-                if self._submitted(submission_id):
-                    return submission_id
             except RayAccessError:
                 raise
             except RaylmError as exc:
-                if submission_id is not None and "already exists" in exc.message and self._submitted(submission_id):
-                    return submission_id  # an earlier attempt got through and only its answer was lost
-                raise RaySubmitError(exc.message, submission_id=submission_id) from exc
+                raise RaySubmitError(f"the job was not submitted: {exc.message}", submission_id=submission_id) from exc
             except (RuntimeError, ValueError, TypeError, OSError) as exc:  # Ray's own, before anything is sent
-                raise RaySubmitError(f"{type(exc).__name__}: {exc}", submission_id=submission_id) from exc
+                raise RaySubmitError(
+                    f"the job was not submitted: {type(exc).__name__}: {exc}", submission_id=submission_id
+                ) from exc
 
     def _submitted(self, submission_id: str) -> bool:
         try:
@@ -191,37 +195,43 @@ class RayHook(BaseHook):
         Returns:
             One sentence that says what became of the job, also when that could not be confirmed.
         """
-        deadline = time.monotonic() + within_s
-        last = "no answer"
-        killed = False
+        started = time.monotonic()
+        last, asked, killed = "no answer", False, False
         async with await self.client() as client:
-            asked = False
             while True:
                 try:
                     job = await client.job(submission_id)
                     if job is None:
                         return f"Ray job {submission_id} is not known to the cluster any more."
-                    last = job.status
                     if job.ended:
                         return f"Ray job {submission_id} is {job.status}."
+                    last = job.status
                     if not asked:
                         await client.stop(submission_id)
                         asked = True
-                    if job.status == "PENDING" and not killed:
+                    elif (
+                        last == "PENDING"
+                        and not killed
+                        and time.monotonic() - started > min(KILL_PENDING_S, within_s / 3)
+                    ):
+                        await self._kill_pending(client, submission_id)
                         killed = True
-                        await client.submit(
-                            submission_id=f"{submission_id}-cancel-{int(time.time())}",
-                            entrypoint=_KILL_PENDING.format(submission_id=submission_id),
-                            metadata={"cancels": submission_id},
-                        )
                 except RayJobError as exc:
                     last = exc.message
-                if time.monotonic() + _LOOK_AGAIN_S > deadline:
+                if time.monotonic() - started + _LOOK_AGAIN_S > within_s:
                     return (
                         f"Ray job {submission_id} was asked to stop, but that could not be confirmed within "
                         f"{within_s:.0f} s (last seen: {last}). Look at it in the Ray dashboard."
                     )
                 await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _kill_pending(self, client: RayJobsClient, submission_id: str) -> None:
+        actor = f"_ray_internal_job_actor_{submission_id}"
+        await client.submit(
+            submission_id=f"{submission_id}-cancel-{int(time.time())}",
+            entrypoint=f"python -c {shlex.quote(_KILL_ACTOR.format(actor=actor))}",
+            metadata={"cancels": submission_id},
+        )
 
     def job_url(self, submission_id: str) -> str:
         """The job's page in the Ray dashboard."""
@@ -313,9 +323,6 @@ def _verify(extra: Mapping[str, Any]) -> bool | str:
 
 def _token_of_environment(where: str) -> str | None:
     """The token Ray itself would use here: `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH` or `~/.ray/auth_token`."""
-    import os
-    from pathlib import Path
-
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

@@ -36,7 +36,7 @@ from airflow_provider_raylm.attempts import (
 )
 from airflow_provider_raylm.exceptions import RayJobError, RayJobFailedError, RayUnreachableError, SpecError
 from airflow_provider_raylm.hooks import loop
-from airflow_provider_raylm.hooks.ray import RayHook
+from airflow_provider_raylm.hooks.ray import CANCEL_S, RayHook
 from airflow_provider_raylm.links import LINK_KEY, RayJobLink
 from airflow_provider_raylm.outcome import Outcome
 from airflow_provider_raylm.polling import JobInfo
@@ -207,7 +207,7 @@ class RaySubmitJobOperator(BaseOperator):
                 )
                 return
         self.log.info("Cancelling Ray job %s", self._job_id)
-        self.log.info("%s", self.hook.cancel(self._job_id, within_s=ON_KILL_S))
+        self.log.info("%s", self.hook.cancel(self._job_id, within_s=CANCEL_S if self._timed_out else ON_KILL_S))
 
     # --- before -----------------------------------------------------------------------------------------------------
 

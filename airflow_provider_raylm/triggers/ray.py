@@ -19,7 +19,7 @@ from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_provider_raylm.exceptions import RayJobError, RayUnreachableError
+from airflow_provider_raylm.exceptions import RayJobError
 from airflow_provider_raylm.hooks.jobs_client import RayJobsClient
 from airflow_provider_raylm.hooks.ray import RayHook
 from airflow_provider_raylm.job_log import JobLog
@@ -45,9 +45,13 @@ KILL_S = 25.0
 """Airflow gives `on_kill` 30 seconds."""
 LOG_GRACE_S = 10.0
 """Seconds that a log stream gets to deliver its rest after the job ended."""
-LOG_BYTES_PER_S = 65536
+STREAM_AGAIN_S = 5.0
+"""Seconds until a stream that ended is opened again, should the job go on (its head restarted)."""
+STREAM_BACKOFF_S = 1.0
+LOG_CHARS_PER_S = 65536
 """Without a stream the whole log is read again each time; the pause grows with its length to this rate on average."""
-STREAM_TRIES = 3
+LastStep = Ended | Expired | Lost | Unreachable
+STREAM_TRIES = 2
 """So many streams in a row that broke before their first character, and no more are tried: a gateway may block them."""
 
 
@@ -139,57 +143,49 @@ class RayJobTrigger(BaseTrigger):
 
     async def watch(self) -> Outcome:
         """Wait for the job's end."""
-        log, terms = (
-            JobLog(),
-            Terms(
-                poll_interval_s=self.poll_interval,
-                start_deadline=self.start_deadline,
-                deadline=self.deadline,
-                patience_s=self.patience,
-            ),
+        log, stream_ended = JobLog(), asyncio.Event()
+        terms = Terms(
+            poll_interval_s=self.poll_interval,
+            start_deadline=self.start_deadline,
+            deadline=self.deadline,
+            patience_s=self.patience,
         )
-        stream_ended = asyncio.Event()
         async with await self.hook.client() as client:
-            follower = None
-            if self.stream_logs:
-                self.log.info("::group::Log of Ray job %s", self.submission_id)
-                follower = asyncio.create_task(self._follow(client, log, stream_ended))
+            if not self.stream_logs:
+                return await self._conclude(client, await self._wait(client, terms, stream_ended), log)
+            self.log.info("::group::Log of Ray job %s", self.submission_id)
+            follower = asyncio.create_task(self._follow(client, log, stream_ended))
             try:
                 step = await self._wait(client, terms, stream_ended)
-                if isinstance(step, Ended):
-                    await self._finish_log(client, log, follower, stream_ended)
+                if isinstance(step, Ended) and log.position:
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(stream_ended.wait(), LOG_GRACE_S)
+                await _cancel(follower)
+                return await self._conclude(client, step, log, complete=stream_ended.is_set())
             finally:
-                if follower is not None:
-                    follower.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await follower
-                    self._show(log.finish())
-                    self.log.info("::endgroup::")
-            return await self._outcome(client, step, log)
+                await _cancel(follower)
+                self.log.info("::endgroup::")
 
-    async def conclude(self, step: Ended | Expired | Lost | Unreachable) -> Outcome:
+    async def conclude(self, step: LastStep) -> Outcome:
         """The outcome of a job whose last step was found elsewhere."""
-        log = JobLog()
         async with await self.hook.client() as client:
-            if isinstance(step, Ended):
-                await self._finish_log(client, log, None, asyncio.Event())
-            return await self._outcome(client, step, log)
+            return await self._conclude(client, step, JobLog())
 
-    async def _wait(
-        self, client: RayJobsClient, terms: Terms, stream_ended: asyncio.Event
-    ) -> Ended | Expired | Lost | Unreachable:
+    async def _wait(self, client: RayJobsClient, terms: Terms, stream_ended: asyncio.Event) -> LastStep:
         memory = Memory()
         while True:
+            log_had_ended = stream_ended.is_set()
             seen = await self._look(client)
             if isinstance(seen, Unanswered):
                 self.log.warning("Ray job %s: %s", self.submission_id, seen.reason)
             memory, step = next_step(terms, memory, seen, time.time())
             if not isinstance(step, Wait):
                 return step
+            if log_had_ended:
+                stream_ended.clear()
             # the end of the log is the end of the job, and comes sooner than the next look
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stream_ended.wait(), max(step.delay_s, 0.01))
-            stream_ended.clear()
 
     async def _look(self, client: RayJobsClient) -> Seen:
         try:
@@ -201,46 +197,71 @@ class RayJobTrigger(BaseTrigger):
         """Pass the log on, from where we are, for as long as this is not cancelled."""
         broken = 0
         while broken < STREAM_TRIES:
-            skip, got = log.position, 0
+            known, got = log.position, 0
             try:
                 async for piece in client.tail(self.submission_id):
                     got += len(piece)
-                    if new := piece[max(0, len(piece) - (got - skip)) :] if got > skip else "":
-                        self._show(log.feed(new))
+                    if got > known:  # a new stream starts from the first character
+                        self._show(log.feed(piece[-(got - known) :] if got - known < len(piece) else piece))
                 stream_ended.set()
                 broken = 0
-            except RayUnreachableError as exc:
+                await asyncio.sleep(STREAM_AGAIN_S)
+            except RayJobError as exc:
                 broken = 0 if got else broken + 1
                 self.log.debug("%s", exc.message)
-            await asyncio.sleep(min(2.0**broken, 30.0))
+                await asyncio.sleep(STREAM_BACKOFF_S * 2.0**broken)
         pause = self.poll_interval
         while True:
             try:
                 text = await client.logs(self.submission_id)
                 self._show(log.feed(text[log.position :]))
-                pause = max(self.poll_interval, len(text) / LOG_BYTES_PER_S)
+                pause = max(self.poll_interval, len(text) / LOG_CHARS_PER_S)
             except RayJobError as exc:
                 pause = min(pause * 2, 300.0)
                 self.log.debug("%s", exc.message)
             await asyncio.sleep(pause)
 
-    async def _finish_log(
-        self, client: RayJobsClient, log: JobLog, follower: asyncio.Task[None] | None, stream_ended: asyncio.Event
-    ) -> None:
-        """Read what is left of the log of a job that has ended."""
-        if follower is not None and log.position:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(stream_ended.wait(), LOG_GRACE_S)
-        if follower is not None:
-            follower.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await follower
-        try:
-            text = await client.logs(self.submission_id)
-        except RayJobError as exc:
-            self.log.warning("The end of the log could not be read: %s", exc.message)
-            return
-        lines = log.feed(text[log.position :]) + log.finish()
+    async def _conclude(self, client: RayJobsClient, step: LastStep, log: JobLog, *, complete: bool = False) -> Outcome:
+        """Cancel what must not go on, read the rest of the log, and say how the job ended."""
+        name = f"Ray job {self.submission_id}"
+        if isinstance(step, Lost):
+            return self._failure(
+                "lost",
+                f"The cluster answers, but does not know {name} any more: its head was replaced, and what the job did "
+                "is unknown. A retry submits it again.",
+                log,
+            )
+        if isinstance(step, Unreachable):
+            return self._failure(
+                "unreachable",
+                f"The cluster did not answer for {self.patience:.0f} s ({step.reason}). {name} may still run; a retry "
+                "finds it.",
+                log,
+            )
+        if isinstance(step, Ended):
+            await self._read_rest(client, log, complete)
+            return _ended(step.job, log)
+        starved = f" {await self._starvation(client)}" if step.which == "start_timeout" else ""
+        end = (
+            await self.hook.acancel(self.submission_id)
+            if self.owns_job
+            else "It was not cancelled, because this task did not submit it."
+        )
+        await self._read_rest(client, log, complete=False)
+        verb = "started" if step.which == "start_timeout" else "ended"
+        return self._failure(step.which, f"{name} had not {verb} by its {step.which}.{starved} {end}", log)
+
+    def _failure(self, state: State, reason: str, log: JobLog) -> Outcome:
+        return Outcome(submission_id=self.submission_id, state=state, reason=reason, log_tail=tuple(log.tail))
+
+    async def _read_rest(self, client: RayJobsClient, log: JobLog, complete: bool) -> None:
+        lines: list[str] = []
+        if not complete:
+            try:
+                lines = log.feed((await client.logs(self.submission_id))[log.position :])
+            except RayJobError as exc:
+                self.log.warning("The end of the log could not be read: %s", exc.message)
+        lines += log.finish()
         if self.stream_logs:
             self._show(lines)
 
@@ -248,64 +269,45 @@ class RayJobTrigger(BaseTrigger):
         for line in lines:
             self.log.info("%s", line)
 
-    async def _outcome(self, client: RayJobsClient, step: Ended | Expired | Lost | Unreachable, log: JobLog) -> Outcome:
-        name = f"Ray job {self.submission_id}"
-        tail = tuple(log.tail)
-        if isinstance(step, Ended):
-            return _ended(step.job, log)
-        state: State
-        if isinstance(step, Lost):
-            state, reason = (
-                "lost",
-                f"The cluster answers, but does not know {name} any more: its head was replaced, "
-                "and what the job did is unknown. A retry submits it again.",
-            )
-        elif isinstance(step, Unreachable):
-            state, reason = (
-                "unreachable",
-                f"The cluster did not answer for {self.patience:.0f} s ({step.reason}). {name} may still run; "
-                "a retry finds it.",
-            )
-        elif step.which == "start_timeout":
-            state = "start_timeout"
-            reason = f"{name} had not started by its start_timeout.{await self._starvation(client)} {await self._end()}"
-        else:
-            state, reason = "timeout", f"{name} had not ended by its timeout. {await self._end()}"
-        return Outcome(submission_id=self.submission_id, state=state, reason=reason, log_tail=tail)
-
-    async def _end(self) -> str:
-        if not self.owns_job:
-            return "It was not cancelled, because this task did not submit it."
-        return await self.hook.acancel(self.submission_id)
-
     async def _starvation(self, client: RayJobsClient) -> str:
         """What the entrypoint asked for, and what the cluster says it has."""
-        asked = ", ".join(f"{k}={v}" for k, v in self.requested.items() if v) or "no resources"
+        asked = ", ".join(f"{k}={v}" for k, v in self.requested.items()) or "no resources"
         try:
             status = await client.cluster_status()
         except RayJobError:
             status = ""
-        _, _, resources = status.partition("Resources")
-        has = "; ".join(line.strip(" -") for line in resources.splitlines() if line.strip(" -"))
-        return f" Its entrypoint asked for {asked}; the cluster has: {has[:600] or 'it did not say'}."
+        return f"Its entrypoint asked for {asked}; the cluster has {_total(status) or '(it did not say)'}."
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+
+
+def _total(status: str) -> str:
+    """The lines below `Total Usage:` in what `ray status` prints: `0.0/4.0 CPU, 0B/21.30GiB memory, ...`."""
+    lines = [line.strip() for line in status.partition("Total Usage:")[2].splitlines()]
+    used = [line for line in lines[1:] if line]
+    end = next((i for i, line in enumerate(used) if "/" not in line), len(used))
+    return ", ".join(used[:end])
 
 
 def _ended(job: JobInfo, log: JobLog) -> Outcome:
     name = f"Ray job {job.submission_id}"
-    error_type = job.error_type
+    state: State = "failed"
+    reason, error_type = "", job.error_type
     if job.status == "SUCCEEDED":
-        return Outcome(submission_id=job.submission_id, state="succeeded", exit_code=job.exit_code, result=log.result)
-    if job.status == "STOPPED":
-        state: State = "stopped"
-        reason = f"{name} was stopped. This task did not do it: someone else did, or an earlier attempt was cancelled."
+        state = "succeeded"
+    elif job.status == "STOPPED":
+        state = "stopped"
+        reason = f"{name} was stopped, and not by this task."
+    elif log.error is not None:
+        error_type = str(log.error.get("type"))
+        reason = f"{log.error.get('message')} ({error_type} in {name})"
     else:
-        state = "failed"
         # Ray repeats the last log lines below its first line; we have them ourselves
         said = job.message.partition(", last available logs")[0] if log.tail else job.message
         reason = f"{name} failed: {said.strip() or 'Ray gave no reason'}."
-        if log.error is not None:
-            error_type = str(log.error.get("type") or error_type)
-            reason = f"{log.error.get('message')} ({error_type}, {name})"
     return Outcome(
         submission_id=job.submission_id,
         state=state,
