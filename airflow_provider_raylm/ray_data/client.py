@@ -20,7 +20,7 @@ from typing import Any
 import openai
 
 from airflow_provider_raylm.ray_data.errors import Fault, clean_message, fault_of_reply
-from airflow_provider_raylm.ray_data.requests import PATHS, Query
+from airflow_provider_raylm.ray_data.requests import PATHS, Query, is_thinking_off
 from airflow_provider_raylm.ray_data.rows import Reply, reply_of_body
 
 try:  # the SDK moved from httpx to httpx2 with its version 3
@@ -104,7 +104,7 @@ class EndpointClient:
             content = json.loads(response.content)
         except ValueError:
             raise Fault("invalid_reply", "the reply is not JSON", http_status=response.status_code) from None
-        return reply_of_body(content, self._query)
+        return self._reply(content, body)
 
     async def _stream(self, body: Mapping[str, Any]) -> tuple[Reply, float | None]:
         sent_s = time.monotonic()
@@ -122,7 +122,10 @@ class EndpointClient:
                 if ttft_s is None and event.get("choices"):
                     ttft_s = time.monotonic() - sent_s
                 joined.add(event)
-        return reply_of_body(joined.body(), self._query), ttft_s
+        return self._reply(joined.body(), body), ttft_s
+
+    def _reply(self, content: Any, body: Mapping[str, Any]) -> Reply:
+        return reply_of_body(content, self._query.endpoint, thinking_off=is_thinking_off(body))
 
     async def is_reachable(self) -> bool:
         """The endpoint answers a small question, whatever it answers."""

@@ -23,7 +23,7 @@ from airflow_provider_raylm.ray_data.contracts import Limiter, Sample
 from airflow_provider_raylm.ray_data.deadlines import Deadlines
 from airflow_provider_raylm.ray_data.errors import OUTCOME, Fault
 from airflow_provider_raylm.ray_data.policy import ErrorWatch
-from airflow_provider_raylm.ray_data.requests import InvalidInput, Query
+from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, most_tokens
 from airflow_provider_raylm.ray_data.retries import Attempts, backoff_s
 from airflow_provider_raylm.ray_data.rows import Reply, error_reply, with_parsed
 
@@ -95,7 +95,7 @@ class Engine:
         self._limiter = limiter
         self._clock = clock
         self._sleep = sleep
-        self._deadlines = Deadlines(query.max_tokens, fixed_s=query.options.get("timeout"))
+        self._deadlines = Deadlines(fixed_s=query.options.get("timeout"))
         self._watch = ErrorWatch(query.on_error, query.max_error_rate, query.max_errors)
         self._waiting: deque[_Row] = deque()
         self._started: deque[_Row] = deque()
@@ -193,10 +193,11 @@ class Engine:
         """Send one row until it has a reply or has failed. Holds a slot on entry, none on return."""
         attempts = Attempts()
         prompts = _texts(body)
+        max_tokens = most_tokens(body)
         while True:
             sent_s = self._clock()
             attempts.sent += 1
-            timeout_s = self._deadlines.limit_s(timeouts=attempts.timeouts)
+            timeout_s = self._deadlines.limit_s(max_tokens, timeouts=attempts.timeouts)
             sample: Sample | None = None
             try:
                 answer, ttft_s = await self._client.complete(body, timeout_s=timeout_s, stream=probe, prompts=prompts)

@@ -26,6 +26,7 @@ from airflow_provider_raylm.exceptions import RaylmError, SpecError
 from airflow_provider_raylm.ray_data.client import EndpointClient, most_connections
 from airflow_provider_raylm.ray_data.contracts import BLOCK_COL, ROW_COL, Limiter, ReplyStore
 from airflow_provider_raylm.ray_data.engine import Engine, EngineThread
+from airflow_provider_raylm.ray_data.keeper import start_keeper
 from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, Secret
 from airflow_provider_raylm.ray_data.rows import Reply, reply_column, reply_type, row_keys, with_parsed
 from airflow_provider_raylm.spec import Endpoint, OnError, Priority
@@ -61,6 +62,7 @@ def ai_query(
     endpoint: Endpoint = "chat",
     prompt_template: str | None = None,
     messages_col: str | None = None,
+    body_col: str | None = None,
     image_cols: Sequence[str] = (),
     system_prompt: str | None = None,
     response_format: Any = None,
@@ -95,6 +97,7 @@ def ai_query(
         endpoint: `chat`, `completions` or `embeddings`.
         prompt_template: Prompt with columns in it, `"{title}: {body}"`; instead of `prompt_col`.
         messages_col: Column with chat messages (list of structs, or its JSON); instead of `prompt_col`.
+        body_col: Column with a whole request as JSON, as in a batch file; instead of `prompt_col`.
         image_cols: Columns with image URLs or bytes, added to the user message.
         system_prompt: System message for rows that bring none.
         response_format: JSON schema, pydantic model or DDL (`label STRING, score DOUBLE`): `parsed` has that type, and
@@ -121,6 +124,7 @@ def ai_query(
         prompt_col=prompt_col,
         prompt_template=prompt_template,
         messages_col=messages_col,
+        body_col=body_col,
         image_cols=tuple(image_cols),
         system_prompt=system_prompt,
         output_col=output_col,
@@ -140,7 +144,10 @@ def ai_query(
     actors = actor_count(concurrency, cluster_cpus())
     if concurrency is not None and actors < concurrency:
         log.warning("concurrency=%s: %s query actors, one for each CPU that reading leaves", concurrency, actors)
-    limiter_factory = limiter_factory or _job_limiter(query, actors=actors, batch_size=batch_size, priority=priority)
+    if limiter_factory is None:
+        limiter_factory = _job_limiter(
+            query, concurrency=concurrency or actors, batch_size=batch_size, priority=priority
+        )
     rows, calls = (
         (_ROWS_PER_SORTED_CALL, _SORTED_CALLS_PER_ACTOR) if group_by_prefix else (_ROWS_PER_CALL, _CALLS_PER_ACTOR)
     )
@@ -239,7 +246,12 @@ class AiQuery:
         kind = reply_type(self._query)
         while asked:
             part, replies = asked.popleft()
-            column = reply_column(replies(), self._query)
+            try:
+                column = reply_column(replies(), self._query)
+            except RaylmError:
+                if self._store is not None:
+                    self._store.flush()  # what is finished is kept, whatever ended the job
+                raise
             yield part.append_column(pa.field(self._query.output_col, kind), column)
 
     def _ask(self, table: pa.Table) -> Callable[[], list[Reply]]:
@@ -320,10 +332,17 @@ def _actor_pool(actors: int, calls: int) -> Any:
     return ray.data.ActorPoolStrategy(**options)
 
 
-def _job_limiter(query: Query, *, actors: int, batch_size: int, priority: Priority) -> LimiterFactory:
-    from airflow_provider_raylm.ray_data.limiter import connect_limiter
-
-    return connect_limiter(query, actors=actors, batch_size=batch_size, priority=priority)  # type: ignore[no-any-return]
+def _job_limiter(query: Query, *, concurrency: int, batch_size: int, priority: Priority) -> LimiterFactory:
+    """The job's own adaptive limit, kept by one actor for all query actors."""
+    return start_keeper(
+        base_url=query.base_url,
+        model=query.model,
+        api_key=query.api_key.reveal(),
+        concurrency=concurrency,
+        batch_size=batch_size,
+        priority=priority,
+        stall_timeout_s=query.stall_timeout_s,
+    ).connect
 
 
 __all__ = ["BLOCK_COL", "ROW_COL", "actor_count", "ai_query", "root_error"]

@@ -29,6 +29,7 @@ _OURS = {
     "stream": "is chosen per row to measure the endpoint",
     "stream_options": "is chosen per row to measure the endpoint",
 }
+_REQUIRED: dict[Endpoint, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
 _CLIENT_OPTIONS = ("extra_body", "extra_headers", "extra_query", "enable_thinking", "timeout")
 _IMAGE_TYPES = (
     (b"\x89PNG\r\n\x1a\n", "image/png"),
@@ -67,6 +68,9 @@ class Secret:
 class Query:
     """Everything about a query that its actors need. Argument meanings: `airflow_provider_raylm.spec.QuerySpec`.
 
+    Attributes:
+        body_col: Column with a whole request as JSON, as in a batch file; what it sets wins over `options`.
+
     Raises:
         SpecError: The arguments contradict each other or cannot be sent.
     """
@@ -78,6 +82,7 @@ class Query:
     prompt_col: str | None = None
     prompt_template: str | None = None
     messages_col: str | None = None
+    body_col: str | None = None
     image_cols: tuple[str, ...] = ()
     system_prompt: str | None = None
     output_col: str = "generated_text"
@@ -101,7 +106,7 @@ class Query:
             raise SpecError(f"on_error: expected 'raise', 'keep' or 'null', got {self.on_error!r}")
         sources = {
             name: value
-            for name in ("prompt_col", "prompt_template", "messages_col")
+            for name in ("prompt_col", "prompt_template", "messages_col", "body_col")
             if (value := getattr(self, name)) is not None
         }
         if len(sources) != 1:
@@ -109,6 +114,10 @@ class Query:
                 "exactly one of prompt_col, prompt_template, messages_col says where the prompt is; "
                 f"got {sorted(sources) or 'none'}"
             )
+        if self.body_col is not None:
+            for name in ("system_prompt", "image_cols", "response_format"):
+                if getattr(self, name):
+                    raise SpecError(f"{name} cannot be added to the whole requests of a batch file")
         if self.endpoint != "chat":
             for name in ("messages_col", "system_prompt", "image_cols", "response_format"):
                 if getattr(self, name):
@@ -147,7 +156,7 @@ class Query:
     @property
     def columns(self) -> tuple[str, ...]:
         """Input columns that are read."""
-        source = self.prompt_col or self.messages_col
+        source = self.prompt_col or self.messages_col or self.body_col
         return (*((source,) if source else self.template_columns), *self.image_cols)
 
     @cached_property
@@ -185,17 +194,6 @@ class Query:
         """Headers of every request, besides the key."""
         return {str(k): str(v) for k, v in (self.options.get("extra_headers") or {}).items()}
 
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens a reply can have; `None` when the server decides."""
-        value = self.parameters.get("max_completion_tokens") or self.parameters.get("max_tokens")
-        return int(value) if value else (1 if self.endpoint == "embeddings" else None)
-
-    @property
-    def thinking_off(self) -> bool:
-        template = self.parameters.get("chat_template_kwargs") or {}
-        return bool(template.get("enable_thinking", self.parameters.get("enable_thinking", True)) is False)
-
     def check_columns(self, names: Sequence[str]) -> None:
         """Check that an input with columns `names` can be asked.
 
@@ -217,6 +215,8 @@ class Query:
         Raises:
             InvalidInput: The row cannot be asked.
         """
+        if self.body_col is not None:
+            return {**self.parameters, **_whole_request(row[self.body_col], self.body_col, self.endpoint)}
         if self.messages_col is not None:
             messages = self._with_system(_messages(row[self.messages_col], self.messages_col))
             if self.image_cols:
@@ -259,6 +259,43 @@ class Query:
             for name in self.image_cols
             if row[name] is not None
         ]
+
+
+def _whole_request(value: Any, column: str, endpoint: Endpoint) -> dict[str, Any]:
+    """A request body from the JSON of a batch line, without what is decided here (model, streaming).
+
+    Raises:
+        InvalidInput: It is no request for this endpoint.
+    """
+    if value is None:
+        raise InvalidInput(f"column {column!r} is null")
+    try:
+        body = json.loads(value) if isinstance(value, (str, bytes)) else value
+    except ValueError:
+        raise InvalidInput(f"column {column!r}: expected a request body as JSON") from None
+    if not isinstance(body, Mapping):
+        raise InvalidInput(f"column {column!r}: expected a request body, got {type(body).__name__}")
+    if not body.get(_REQUIRED[endpoint]):
+        raise InvalidInput(f"column {column!r}: a request of {endpoint!r} needs {_REQUIRED[endpoint]!r}")
+    if (body.get("n") or 1) != 1:
+        raise InvalidInput(f"column {column!r}: one reply per row is kept, the request asks for n={body['n']!r}")
+    return {
+        key: item for key, item in body.items() if key not in ("model", "stream", "stream_options") and item is not None
+    }
+
+
+def is_thinking_off(body: Mapping[str, Any]) -> bool:
+    """The request turns thinking off, in the server's way or in the hosted API's."""
+    template = body.get("chat_template_kwargs") or {}
+    return template.get("enable_thinking", body.get("enable_thinking")) is False
+
+
+def most_tokens(body: Mapping[str, Any]) -> int | None:
+    """Most tokens that the reply to a request can have; `None` when the server decides."""
+    if "input" in body:
+        return 1
+    value = body.get("max_completion_tokens") or body.get("max_tokens")
+    return int(value) if value else None
 
 
 def _no_userinfo(url: Any) -> str:

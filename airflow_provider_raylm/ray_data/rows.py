@@ -12,6 +12,7 @@ from airflow_provider_raylm.ray_data.contracts import BLOCK_COL, ROW_COL
 from airflow_provider_raylm.ray_data.errors import Fault
 from airflow_provider_raylm.ray_data.requests import Query
 from airflow_provider_raylm.ray_data.schema import ReplyMismatch, output_type, replace_surrogates
+from airflow_provider_raylm.spec import Endpoint
 
 Reply = dict[str, Any]
 
@@ -20,7 +21,7 @@ def reply_type(query: Query) -> pa.DataType:
     """Type of the output column of a query."""
     return output_type(
         embeddings=query.endpoint == "embeddings",
-        logprobs=bool(query.parameters.get("logprobs")),
+        logprobs=query.body_col is not None or bool(query.parameters.get("logprobs")),
         reply_format=query.reply_format,
     )
 
@@ -53,8 +54,11 @@ def error_reply(
     }
 
 
-def reply_of_body(body: Any, query: Query) -> Reply:
+def reply_of_body(body: Any, endpoint: Endpoint, *, thinking_off: bool = False) -> Reply:
     """The output struct's answer fields from the JSON of a 2xx response.
+
+    Args:
+        thinking_off: The request turned thinking off, so whatever text there is, is the answer.
 
     Raises:
         Fault: `invalid_reply`: there is no usable choice in it.
@@ -67,7 +71,7 @@ def reply_of_body(body: Any, query: Query) -> Reply:
         "prompt_tokens": _count(usage.get("prompt_tokens")),
         "completion_tokens": _count(usage.get("completion_tokens")),
     }
-    if query.endpoint == "embeddings":
+    if endpoint == "embeddings":
         item = _first(body.get("data"), "data")
         vector = item.get("embedding")
         if not isinstance(vector, list) or not vector or not all(isinstance(x, (int, float)) for x in vector):
@@ -77,14 +81,14 @@ def reply_of_body(body: Any, query: Query) -> Reply:
     reply["finish_reason"] = _text(choice.get("finish_reason"))
     if choice.get("logprobs") is not None:
         reply["logprobs"] = json.dumps(choice["logprobs"], ensure_ascii=False)
-    if query.endpoint == "completions":
+    if endpoint == "completions":
         if not isinstance(choice.get("text"), str):
             raise Fault("invalid_reply", "the reply's choice has no text", http_status=200)
         return {**reply, "content": replace_surrogates(choice["text"])}
     message = choice.get("message")
     if not isinstance(message, Mapping):
         raise Fault("invalid_reply", "the reply's choice has no message", http_status=200)
-    return {**reply, **_answer(message, thinking_off=query.thinking_off, finish_reason=reply["finish_reason"])}
+    return {**reply, **_answer(message, thinking_off=thinking_off, finish_reason=reply["finish_reason"])}
 
 
 def _answer(message: Mapping[str, Any], *, thinking_off: bool, finish_reason: str | None) -> Reply:
