@@ -1,0 +1,354 @@
+"""The deploy job: `python -m airflow_provider_raylm.ray_serve.deploy`. It ends when every model has answered.
+
+What must stay true:
+- A failed first deploy leaves nothing behind; a failed update goes back to what ran before.
+- Other applications are not touched: the application is handed to Serve under its own name. Serve's declarative
+  interface would delete applications it is not told about, so a `serve_config` is built here as well.
+- Readiness is asked through the URL that is handed on, after Serve has replaced the replicas of an older version.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import time
+import uuid
+from typing import Any
+
+from airflow_provider_raylm.exceptions import EndpointError, ServeError, TerminalEndpointError, TransientEndpointError
+from airflow_provider_raylm.job_main import run_job, say
+from airflow_provider_raylm.ray_serve import app as apps
+from airflow_provider_raylm.ray_serve import (
+    cluster,
+    diagnosis,
+    footprint,
+    keeper,
+    ledger,
+    preflight,
+    probe,
+    serve_state,
+)
+from airflow_provider_raylm.spec import DeployResult, DeploySpec, from_json
+
+POLL_S = 1.0
+ANSWER_TIMEOUT_S = 60.0
+NO_OP_TIMEOUT_S = 20.0
+REMOVAL_TIMEOUT_S = 180.0
+DEFAULT_HTTP = {"host": "0.0.0.0", "port": 8000}  # noqa: S104 # other nodes must reach it
+
+
+def main(spec: DeploySpec) -> DeployResult:
+    """Deploy, and return when each model has answered.
+
+    Raises:
+        SpecError: The configuration is wrong; nothing was started.
+        ServeError: It did not start; the message says why, and what was started is gone.
+    """
+    started = time.monotonic()
+    preflight.check_spec(spec)
+    cluster.connect()
+    deploy = _Deploy(spec, started)
+    deploy.check()
+    return deploy.run()
+
+
+class _Deploy:
+    """One deploy of one application."""
+
+    def __init__(self, spec: DeploySpec, started: float) -> None:
+        self._spec = spec
+        self._started = started
+        self._deadline = started + spec.start_timeout_s
+        self._id = uuid.uuid4().hex
+        self._versions = cluster.versions()
+        self._packages = cluster.package_uris()
+        self._fingerprint = apps.fingerprint(spec, self._versions, self._packages)
+        self._app: apps.App
+        self._heartbeat_s = 0.0
+
+    def check(self) -> None:
+        """Everything that can be known before something is started."""
+        say(f"cluster: {', '.join(f'{name} {version}' for name, version in self._versions.items())}")
+        self._app = apps.build(self._spec, self._packages)
+        for config in self._app.llm_configs:
+            preflight.check_no_gpus(config.model_id, config.deployment_config)
+            preflight.check_engine_kwargs(config)
+        preflight.check_model_paths(self._app.llm_configs)
+        needed = apps.needs(self._app)
+        preflight.check_resources(self._spec.app_name, needed)
+        say(f"needs {', '.join(f'{amount:g} {resource}' for resource, amount in sorted(needed.items()))}")
+        serve = serve_state.client()
+        if serve is None:
+            http = self._http_options()
+            preflight.check_port(http["host"], http["port"])
+            return
+        running = serve_state.details(serve)["applications"]
+        if self._spec.app_name in running and keeper.find_keeper(self._spec.app_name) is None:
+            raise ServeError(
+                f"application {self._spec.app_name!r} runs already and was not deployed by this provider; choose "
+                "another app_name, or tear it down first"
+            )
+        if owner := serve_state.route_owner(running, self._spec.app_name, self._app.route_prefix):
+            raise ServeError(
+                f"route prefix {self._app.route_prefix!r} belongs to application {owner!r}; choose another route_prefix"
+            )
+
+    def run(self) -> DeployResult:
+        """Take the application's turn, deploy, wait for the answers, and say what runs."""
+        answer = self._begin()
+        serve = serve_state.client()
+        before = serve_state.application(serve, self._spec.app_name) if serve is not None else None
+        try:
+            if answer == "ready" and serve is not None and before is not None and self._answers_already(serve):
+                return self._finish(serve, self._models(serve), changed=False)
+            serve = serve or self._start_serve()
+            base_url = self._hand_over(serve, update=before is not None)
+            models = self._await_answers(serve, base_url)
+            return self._finish(serve, models, changed=True)
+        except BaseException as exc:  # also when the job is stopped: nobody else would clean up for minutes
+            try:
+                self._undo(update=before is not None)
+            except Exception as left:
+                raise ServeError(f"{exc} Cleaning up failed as well: {left}") from exc
+            raise
+
+    def _begin(self) -> ledger.Answer:
+        """Wait for this application's turn.
+
+        Raises:
+            ServeError: Another deploy or a removal was at work until the deadline.
+        """
+        import ray
+
+        lease = self._spec.lease
+        said = ""
+        while True:
+            try:
+                answer: ledger.Answer = ray.get(
+                    keeper.open_keeper(self._spec.app_name).begin.remote(
+                        self._fingerprint,
+                        self._id,
+                        lease.holder if lease else None,
+                        lease.ttl_s if lease else 0.0,
+                        self._packages,
+                    )
+                )
+            except ray.exceptions.RayActorError:  # it ended in between, with its application
+                answer = "closing"
+            if answer in ("deploy", "ready"):
+                return answer
+            what = "another deploy is at work" if answer == "wait" else "it is being removed"
+            if time.monotonic() > self._deadline:
+                raise ServeError(
+                    f"application {self._spec.app_name!r}: {what}, and was not done within "
+                    f"{self._spec.start_timeout_s:.0f} s; nothing was started"
+                )
+            if what != said:
+                said = what
+                say(f"waiting: {what}")
+            time.sleep(POLL_S)
+
+    def _answers_already(self, serve: Any) -> bool:
+        running = serve_state.application(serve, self._spec.app_name)
+        if running is None or running["status"] != "RUNNING":
+            return False
+        base_url = serve_state.base_urls(serve, running["route_prefix"])[0]
+        try:
+            for model in self._models(serve):
+                probe.ask(base_url, model, timeout_s=NO_OP_TIMEOUT_S)
+        except EndpointError as exc:
+            say(f"the same configuration runs, but does not answer ({exc}); deploying it again")
+            return False
+        say("the same configuration runs and answers: nothing to do")
+        return True
+
+    def _http_options(self) -> dict[str, Any]:
+        given = dict(self._spec.http_options)
+        if self._spec.serve_config:
+            given = {**(self._spec.serve_config.get("http_options") or {}), **given}
+        given.pop("proxy_location", None)
+        return {**DEFAULT_HTTP, **given}
+
+    def _start_serve(self) -> Any:
+        from ray import serve
+
+        location = self._spec.http_options.get("proxy_location") or (self._spec.serve_config or {}).get(
+            "proxy_location"
+        )
+        http = self._http_options()
+        say(f"starting Serve on {http['host']}:{http['port']}")
+        try:
+            serve.start(**({"proxy_location": location} if location else {}), http_options=http)
+        except Exception as exc:
+            raise ServeError(f"Serve did not start on {http['host']}:{http['port']}: {exc}") from exc
+        client = serve_state.client()
+        if client is None:
+            raise ServeError("Serve was started, but its controller is not there")
+        return client
+
+    def _hand_over(self, serve: Any, *, update: bool) -> str:
+        """Give the application to Serve, and say where it will answer."""
+        import ray
+
+        app = self._app
+        if update:
+            free = ray.available_resources()
+            needed = apps.needs(app)
+            if all(free.get(resource, 0) >= amount for resource, amount in needed.items()):
+                app = apps.with_surge(app)
+        say(f"{'updating' if update else 'deploying'} {self._spec.app_name!r} at {app.route_prefix}")
+        self._before = diagnosis.replica_ids(self._spec.app_name)
+        serve.deploy_applications([app.built], wait_for_applications_running=False)
+        return serve_state.base_urls(serve, app.route_prefix)[0]
+
+    def _await_answers(self, serve: Any, base_url: str) -> tuple[str, ...]:
+        """Wait until every model has answered.
+
+        Raises:
+            ServeError: Serve or a model failed for good, or the deadline passed.
+        """
+        answered: list[str] = []
+        said = ""
+        checked_s = 0.0
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            asking: concurrent.futures.Future[str] | None = None
+            try:
+                while True:
+                    running = serve_state.application(serve, self._spec.app_name)
+                    deaths: dict[str, int] = {}
+                    if time.monotonic() - checked_s > 5 * POLL_S:
+                        checked_s = time.monotonic()
+                        deaths = diagnosis.deaths_by_deployment(self._spec.app_name, self._before)
+                    if words := diagnosis.failure(running, deaths):
+                        raise ServeError(self._why(words))
+                    waiting = self._waiting_for(running)
+                    if running is not None and running["status"] == "RUNNING":
+                        models = self._models(serve)
+                        asking, waiting = self._ask_next(pool, asking, base_url, models, answered)
+                        if models and len(answered) == len(models):
+                            return tuple(answered)
+                    if waiting != said:
+                        said = waiting
+                        say(f"{time.monotonic() - self._started:.0f} s: waiting for {waiting}")
+                    self._beat()
+                    if time.monotonic() > self._deadline:
+                        raise ServeError(self._why(f"not ready after {self._spec.start_timeout_s:.0f} s: {waiting}"))
+                    time.sleep(POLL_S)
+            finally:
+                if asking is not None:
+                    asking.cancel()
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask_next(
+        self,
+        pool: concurrent.futures.Executor,
+        asking: concurrent.futures.Future[str] | None,
+        base_url: str,
+        models: tuple[str, ...],
+        answered: list[str],
+    ) -> tuple[concurrent.futures.Future[str] | None, str]:
+        """Ask the next model, or look whether it has answered. In a thread: an answer may take minutes."""
+        if not models:
+            return None, "the list of models"
+        model = models[len(answered)]
+        if asking is None:
+            return pool.submit(probe.ask, base_url, model, timeout_s=ANSWER_TIMEOUT_S), f"an answer of {model!r}"
+        if not asking.done():
+            return asking, f"an answer of {model!r}"
+        try:
+            path = asking.result()
+        except TransientEndpointError as exc:
+            return None, f"an answer of {model!r} ({exc})"
+        except TerminalEndpointError as exc:
+            if exc.http_status == 404:  # the proxy or the ingress does not know it yet
+                return None, f"an answer of {model!r} ({exc})"
+            raise ServeError(self._why(f"model {model!r} refuses the readiness request: {exc}")) from exc
+        answered.append(model)
+        say(f"{time.monotonic() - self._started:.1f} s: {model!r} answered at {base_url}/{path}")
+        return None, "the next model"
+
+    def _models(self, serve: Any) -> tuple[str, ...]:
+        if self._app.models:
+            return self._app.models
+        base_url = serve_state.base_urls(serve, self._app.route_prefix)[0]
+        try:
+            return probe.list_models(base_url, timeout_s=ANSWER_TIMEOUT_S)
+        except EndpointError as exc:
+            if getattr(exc, "http_status", None) == 404:
+                raise ServeError(
+                    self._why(f"{base_url}/models does not exist: the application is no OpenAI endpoint")
+                ) from exc
+            return ()
+
+    def _waiting_for(self, running: dict[str, Any] | None) -> str:
+        import ray
+
+        return diagnosis.waiting_for(running, apps.needs(self._app), ray.cluster_resources(), ray.available_resources())
+
+    def _why(self, words: str) -> str:
+        cause = diagnosis.cause_in_logs(self._spec.app_name, self._before) or diagnosis.root_cause(words)
+        first = words.strip().splitlines()[0] if words.strip() else words
+        return f"application {self._spec.app_name!r} did not start: {first}" + (f" Cause: {cause}" if cause else "")
+
+    def _beat(self) -> None:
+        import ray
+
+        if time.monotonic() - self._heartbeat_s < ledger.HEARTBEAT_S:
+            return
+        self._heartbeat_s = time.monotonic()
+        handle = keeper.open_keeper(self._spec.app_name)
+        holder = self._spec.lease.holder if self._spec.lease else None
+        if not ray.get(handle.heartbeat.remote(self._id, holder)):
+            raise ServeError(f"application {self._spec.app_name!r} was removed while it was being deployed")
+
+    def _finish(self, serve: Any, models: tuple[str, ...], *, changed: bool) -> DeployResult:
+        import ray
+
+        urls = serve_state.base_urls(serve, self._app.route_prefix)
+        result = DeployResult(
+            app_name=self._spec.app_name,
+            base_url=urls[0],
+            base_urls=urls,
+            models=models,
+            route_prefix=self._app.route_prefix,
+            ready_s=round(time.monotonic() - self._started, 3),
+            changed=changed,
+            versions=self._versions,
+        )
+        holders = ray.get(
+            keeper.open_keeper(self._spec.app_name).finish.remote(
+                self._id, self._fingerprint, dataclasses.asdict(self._spec), dataclasses.asdict(result), self._packages
+            )
+        )
+        return dataclasses.replace(result, leases=tuple(holders))
+
+    def _undo(self, *, update: bool) -> None:
+        """Remove what this deploy started; after a failed update, hand the former configuration back to Serve."""
+        import ray
+
+        handle = keeper.find_keeper(self._spec.app_name)
+        if handle is None:
+            return
+        former = ray.get(handle.spec.remote()) if update else None
+        say(f"failed: {'going back to what ran before' if former else 'removing what was started'}")
+        holder = self._spec.lease.holder if self._spec.lease else None
+        if former is not None:
+            self._restore(former)
+            ray.get(handle.abandon.remote(self._id, holder))
+            return
+        ray.get(handle.abandon.remote(self._id, holder))
+        footprint.remove_app(self._spec.app_name, timeout_s=REMOVAL_TIMEOUT_S, say=say)
+        ray.get(handle.forget.remote())
+        keeper.end_keeper(self._spec.app_name)
+
+    def _restore(self, former: dict[str, Any]) -> None:
+        serve = serve_state.client()
+        if serve is None:
+            return
+        spec = from_json(DeploySpec, json.dumps(former))
+        serve.deploy_applications([apps.build(spec, self._packages).built], wait_for_applications_running=False)
+
+
+if __name__ == "__main__":
+    run_job(DeploySpec, main)

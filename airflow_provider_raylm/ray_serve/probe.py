@@ -1,0 +1,93 @@
+"""Readiness: one real request to each model, through the URL that is handed on. Standard library only.
+
+`/v1/models` answers minutes before the first completion does, and Serve reports health with no replica at all, so
+neither is asked. A model without a chat template or without generation is asked what it can do instead.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from typing import Any
+
+from airflow_provider_raylm.exceptions import EndpointError, TerminalEndpointError, TransientEndpointError
+
+PROMPT = "Say yes."
+REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1}),
+    ("completions", {"prompt": PROMPT, "max_tokens": 1}),
+    ("embeddings", {"input": PROMPT}),
+)
+# 404 comes from a proxy that does not know the route yet, and from an engine that lacks the method
+REFUSED = frozenset({400, 404, 405, 422, 501})
+
+
+def ask(base_url: str, model: str, *, timeout_s: float) -> str:
+    """Ask a model for one token.
+
+    Returns:
+        The path that answered: `chat/completions`, or for other kinds of models `completions` or `embeddings`.
+
+    Raises:
+        TransientEndpointError: No answer yet: not there, overloaded, or no reply within `timeout_s`.
+        TerminalEndpointError: It refuses all three kinds of requests; the message has its words about the first.
+    """
+    first: EndpointError | None = None
+    for path, body in REQUESTS:
+        try:
+            reply = _post(f"{base_url}/{path}", {"model": model, **body}, timeout_s)
+        except TerminalEndpointError as exc:
+            first = first or exc
+            continue
+        if reply.get("choices") or reply.get("data"):
+            return path
+        raise TransientEndpointError(f"{model!r} at {base_url}/{path} answered without a completion")
+    raise first or TerminalEndpointError(f"{model!r} answers none of {[path for path, _ in REQUESTS]}")
+
+
+def list_models(base_url: str, *, timeout_s: float) -> tuple[str, ...]:
+    """Model ids the endpoint lists.
+
+    Raises:
+        EndpointError: See `ask`.
+    """
+    reply = _exchange(urllib.request.Request(f"{base_url}/models"), timeout_s)  # noqa: S310 # http by construction
+    return tuple(card["id"] for card in reply.get("data", ()))
+
+
+def _post(url: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    request = urllib.request.Request(  # noqa: S310 # http by construction
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return _exchange(request, timeout_s)
+
+
+def _exchange(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
+    # a proxy of the environment is for the internet, not for the cluster's own nodes
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=ssl.create_default_context())
+    )
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            reply: dict[str, Any] = json.loads(response.read())
+            return reply
+    except urllib.error.HTTPError as exc:
+        words = error_words(exc.read())
+        kind = TerminalEndpointError if exc.code in REFUSED else TransientEndpointError
+        raise kind(f"{request.full_url} answered {exc.code}: {words}", http_status=exc.code) from exc
+    except (OSError, ValueError) as exc:  # refused, reset, timed out, or not JSON
+        raise TransientEndpointError(f"{request.full_url} did not answer: {exc}") from exc
+
+
+def error_words(body: bytes) -> str:
+    """The message in an OpenAI error reply, else the start of the body."""
+    text = body.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+        error = found.get("error", found) if isinstance(found, dict) else found
+        words = error.get("message", error) if isinstance(error, dict) else error
+    except ValueError:
+        words = text
+    return " ".join(str(words).split())[:300]

@@ -1,0 +1,101 @@
+"""What Serve says about itself, as plain dicts. Never starts Serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow_provider_raylm.exceptions import ServeError
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+ANY_HOSTS = ("0.0.0.0", "::", "")  # noqa: S104 # compared with, never bound to
+
+
+def client() -> Any | None:
+    """Client of the running Serve controller, `None` when Serve does not run."""
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client(raise_if_no_controller_running=False)
+
+
+def details(serve: Any) -> dict[str, Any]:
+    """Everything Serve's own `GET /api/serve/applications` answers."""
+    found: dict[str, Any] = serve.get_serve_details()
+    return found
+
+
+def application(serve: Any, app_name: str) -> dict[str, Any] | None:
+    """Details of one application, `None` when Serve does not know it."""
+    found: dict[str, Any] | None = details(serve)["applications"].get(app_name)
+    return found
+
+
+def base_urls(serve: Any, route_prefix: str) -> tuple[str, ...]:
+    """OpenAI base URLs of an application, one per proxy, the head node's first.
+
+    Raises:
+        ServeError: Serve has no HTTP proxy, or one that other hosts of the cluster cannot reach.
+    """
+    import ray
+
+    http = serve.http_config
+    head_ip = ray.get_runtime_context().gcs_address.rsplit(":", 1)[0]
+    return urls_of(
+        host=http.host,
+        port=http.port,
+        scheme="https" if getattr(http, "ssl_certfile", None) else "http",
+        proxy_ips=tuple(proxy["node_ip"] for proxy in details(serve)["proxies"].values()),
+        node_ips=tuple(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]),
+        head_ip=head_ip,
+        route_prefix=route_prefix,
+    )
+
+
+def urls_of(
+    *,
+    host: str | None,
+    port: int,
+    scheme: str,
+    proxy_ips: tuple[str, ...],
+    node_ips: tuple[str, ...],
+    head_ip: str,
+    route_prefix: str,
+) -> tuple[str, ...]:
+    """URLs under which every node reaches an application.
+
+    Args:
+        host: Address the proxies listen on.
+        port: Port of all proxies.
+        scheme: `http` or `https`.
+        proxy_ips: Node addresses of the proxies.
+        node_ips: Addresses of all nodes.
+        head_ip: Address of the head node.
+        route_prefix: Path of the application under the proxy.
+
+    Raises:
+        ServeError: There is no proxy, or it listens on loopback while the cluster spans several hosts.
+    """
+    if host is None or not proxy_ips:
+        raise ServeError("Serve runs without an HTTP proxy, so nothing can send requests to it; start one")
+    path = f"{route_prefix.rstrip('/')}/v1"
+    if host in LOOPBACK_HOSTS:
+        if len(set(node_ips)) > 1:
+            raise ServeError(
+                f"Serve listens on {host}, which the {len(set(node_ips))} hosts of this cluster cannot all reach; "
+                "start Serve with http_options host 0.0.0.0"
+            )
+        return (f"{scheme}://{_bracketed(host)}:{port}{path}",)
+    ips = sorted(set(proxy_ips), key=lambda ip: (ip != head_ip, ip)) if host in ANY_HOSTS else [host]
+    return tuple(f"{scheme}://{_bracketed(ip)}:{port}{path}" for ip in ips)
+
+
+def route_owner(applications: dict[str, Any], app_name: str, route_prefix: str) -> str | None:
+    """Name of another application at the same route."""
+    wanted = route_prefix.rstrip("/") or "/"
+    for name, app in applications.items():
+        if name != app_name and app.get("route_prefix") and (app["route_prefix"].rstrip("/") or "/") == wanted:
+            return str(name)
+    return None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
