@@ -212,7 +212,9 @@ def _from_serve_config(spec: DeploySpec, packages: tuple[str, ...]) -> App:
             "put its folder into the task's runtime_env as working_dir"
         ) from exc
     application = call_user_app_builder_with_args_if_necessary(target, config.args)
-    route_prefix = spec.route_prefix or config.route_prefix or f"/{spec.app_name}"
+    # Serve's default route is "/", which one application of a shared cluster can have
+    route_prefix = spec.route_prefix or (config.route_prefix if "route_prefix" in config.model_fields_set else None)
+    route_prefix = route_prefix or f"/{spec.app_name}"
     built = _built(application, name=spec.app_name, route_prefix=route_prefix, logging_config=config.logging_config)
     overrides = {d.name: d.model_dump(exclude_unset=True, exclude={"name"}) for d in config.deployments}
     if unknown := sorted(set(overrides) - {d.name for d in built.deployments}):

@@ -12,6 +12,7 @@ Code that runs in actors and tasks of this package is therefore sent by value.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def connect() -> None:
 
     if text := os.environ.get(JOB_CONFIG_VARIABLE):
         os.environ[JOB_CONFIG_VARIABLE] = without_package(text, Path(airflow_provider_raylm.__file__).parent)
+    logging.disable(logging.INFO)  # Serve would write deployment options, with env_vars, into this job's log
     cloudpickle.register_pickle_by_value(airflow_provider_raylm)
     # log_to_driver would mix every other application's log lines into this job's log
     ray.init("auto", namespace=NAMESPACE, log_to_driver=False, logging_level="warning", ignore_reinit_error=True)

@@ -48,9 +48,7 @@ def main(spec: DeploySpec) -> DeployResult:
     started = time.monotonic()
     preflight.check_spec(spec)
     cluster.connect()
-    deploy = _Deploy(spec, started)
-    deploy.check()
-    return deploy.run()
+    return _Deploy(spec, started).run()
 
 
 class _Deploy:
@@ -66,10 +64,33 @@ class _Deploy:
         self._fingerprint = apps.fingerprint(spec, self._versions, self._packages)
         self._app: apps.App
         self._heartbeat_s = 0.0
+        self._handed_over = False
 
-    def check(self) -> None:
-        """Everything that can be known before something is started."""
+    def run(self) -> DeployResult:
+        """Take the application's turn, deploy, wait for the answers, and say what runs."""
         say(f"cluster: {', '.join(f'{name} {version}' for name, version in self._versions.items())}")
+        checked = keeper.find_keeper(self._spec.app_name) is None
+        if checked:  # before the first trace of it
+            self._check()
+        answer = self._begin()
+        try:
+            if answer == "ready" and (running := self._running_already()) is not None:
+                return running
+            if not checked:
+                self._check()
+            serve = serve_state.client() or self._start_serve()
+            base_url = self._hand_over(serve)
+            models = self._await_answers(serve, base_url)
+            return self._finish(serve, models, self._app.route_prefix, changed=True)
+        except BaseException as exc:  # also when the job is stopped: nobody else would clean up for minutes
+            try:
+                self._undo()
+            except Exception as left:
+                raise ServeError(f"{exc} Cleaning up failed as well: {left}") from exc
+            raise
+
+    def _check(self) -> None:
+        """Everything that can be known before something is started."""
         self._app = apps.build(self._spec, self._packages)
         for config in self._app.llm_configs:
             preflight.check_no_gpus(config.model_id, config.deployment_config)
@@ -93,25 +114,6 @@ class _Deploy:
             raise ServeError(
                 f"route prefix {self._app.route_prefix!r} belongs to application {owner!r}; choose another route_prefix"
             )
-
-    def run(self) -> DeployResult:
-        """Take the application's turn, deploy, wait for the answers, and say what runs."""
-        answer = self._begin()
-        serve = serve_state.client()
-        before = serve_state.application(serve, self._spec.app_name) if serve is not None else None
-        try:
-            if answer == "ready" and serve is not None and before is not None and self._answers_already(serve):
-                return self._finish(serve, self._models(serve), changed=False)
-            serve = serve or self._start_serve()
-            base_url = self._hand_over(serve, update=before is not None)
-            models = self._await_answers(serve, base_url)
-            return self._finish(serve, models, changed=True)
-        except BaseException as exc:  # also when the job is stopped: nobody else would clean up for minutes
-            try:
-                self._undo(update=before is not None)
-            except Exception as left:
-                raise ServeError(f"{exc} Cleaning up failed as well: {left}") from exc
-            raise
 
     def _begin(self) -> ledger.Answer:
         """Wait for this application's turn.
@@ -149,19 +151,23 @@ class _Deploy:
                 say(f"waiting: {what}")
             time.sleep(POLL_S)
 
-    def _answers_already(self, serve: Any) -> bool:
-        running = serve_state.application(serve, self._spec.app_name)
-        if running is None or running["status"] != "RUNNING":
-            return False
-        base_url = serve_state.base_urls(serve, running["route_prefix"])[0]
+    def _running_already(self) -> DeployResult | None:
+        """The result of the deploy before, if the same configuration still answers."""
+        import ray
+
+        former = ray.get(keeper.open_keeper(self._spec.app_name).view.remote())["result"]
+        serve = serve_state.client()
+        running = serve_state.application(serve, self._spec.app_name) if serve is not None else None
+        if serve is None or running is None or running["status"] != "RUNNING":
+            return None
         try:
-            for model in self._models(serve):
-                probe.ask(base_url, model, timeout_s=NO_OP_TIMEOUT_S)
+            for model in former["models"]:
+                probe.ask(former["base_url"], model, timeout_s=NO_OP_TIMEOUT_S)
         except EndpointError as exc:
             say(f"the same configuration runs, but does not answer ({exc}); deploying it again")
-            return False
+            return None
         say("the same configuration runs and answers: nothing to do")
-        return True
+        return self._finish(serve, tuple(former["models"]), former["route_prefix"], changed=False)
 
     def _http_options(self) -> dict[str, Any]:
         given = dict(self._spec.http_options)
@@ -187,18 +193,19 @@ class _Deploy:
             raise ServeError("Serve was started, but its controller is not there")
         return client
 
-    def _hand_over(self, serve: Any, *, update: bool) -> str:
+    def _hand_over(self, serve: Any) -> str:
         """Give the application to Serve, and say where it will answer."""
         import ray
 
         app = self._app
+        update = serve_state.application(serve, self._spec.app_name) is not None
         if update:
             free = ray.available_resources()
-            needed = apps.needs(app)
-            if all(free.get(resource, 0) >= amount for resource, amount in needed.items()):
+            if all(free.get(resource, 0) >= amount for resource, amount in apps.needs(app).items()):
                 app = apps.with_surge(app)
         say(f"{'updating' if update else 'deploying'} {self._spec.app_name!r} at {app.route_prefix}")
         self._before = diagnosis.replica_ids(self._spec.app_name)
+        self._handed_over = True
         serve.deploy_applications([app.built], wait_for_applications_running=False)
         return serve_state.base_urls(serve, app.route_prefix)[0]
 
@@ -302,16 +309,16 @@ class _Deploy:
         if not ray.get(handle.heartbeat.remote(self._id, holder)):
             raise ServeError(f"application {self._spec.app_name!r} was removed while it was being deployed")
 
-    def _finish(self, serve: Any, models: tuple[str, ...], *, changed: bool) -> DeployResult:
+    def _finish(self, serve: Any, models: tuple[str, ...], route_prefix: str, *, changed: bool) -> DeployResult:
         import ray
 
-        urls = serve_state.base_urls(serve, self._app.route_prefix)
+        urls = serve_state.base_urls(serve, route_prefix)
         result = DeployResult(
             app_name=self._spec.app_name,
             base_url=urls[0],
             base_urls=urls,
             models=models,
-            route_prefix=self._app.route_prefix,
+            route_prefix=route_prefix,
             ready_s=round(time.monotonic() - self._started, 3),
             changed=changed,
             versions=self._versions,
@@ -323,24 +330,23 @@ class _Deploy:
         )
         return dataclasses.replace(result, leases=tuple(holders))
 
-    def _undo(self, *, update: bool) -> None:
+    def _undo(self) -> None:
         """Remove what this deploy started; after a failed update, hand the former configuration back to Serve."""
         import ray
 
         handle = keeper.find_keeper(self._spec.app_name)
         if handle is None:
             return
-        former = ray.get(handle.spec.remote()) if update else None
-        say(f"failed: {'going back to what ran before' if former else 'removing what was started'}")
-        holder = self._spec.lease.holder if self._spec.lease else None
-        if former is not None:
+        former = ray.get(handle.spec.remote())
+        if former is not None and self._handed_over:
+            say("failed: going back to what ran before")
             self._restore(former)
-            ray.get(handle.abandon.remote(self._id, holder))
-            return
-        ray.get(handle.abandon.remote(self._id, holder))
-        footprint.remove_app(self._spec.app_name, timeout_s=REMOVAL_TIMEOUT_S, say=say)
-        ray.get(handle.forget.remote())
-        keeper.end_keeper(self._spec.app_name)
+        ray.get(handle.abandon.remote(self._id, self._spec.lease.holder if self._spec.lease else None))
+        if former is None:
+            say("failed: removing what was started")
+            footprint.remove_app(self._spec.app_name, timeout_s=REMOVAL_TIMEOUT_S, say=say)
+            ray.get(handle.forget.remote())
+            keeper.end_keeper(self._spec.app_name)
 
     def _restore(self, former: dict[str, Any]) -> None:
         serve = serve_state.client()

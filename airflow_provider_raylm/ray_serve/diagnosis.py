@@ -57,7 +57,8 @@ def failure(app: dict[str, Any] | None, deaths: dict[str, int]) -> str | None:
     if app is None:
         return "Serve does not know the application any more: someone removed it"
     if app["status"] == "DEPLOY_FAILED":
-        return str(app["message"] or "Serve gave up")
+        messages = (deployment["message"] for deployment in app["deployments"].values())
+        return "\n".join(filter(None, (app["message"] or "Serve gave up", *messages)))
     for name, deployment in app["deployments"].items():
         counted = FAILED_TIMES.search(deployment["message"] or "")
         if (counted and int(counted[1]) >= 2) or deployment["status"] == "DEPLOY_FAILED":

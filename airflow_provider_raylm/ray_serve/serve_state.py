@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from airflow_provider_raylm.exceptions import ServeError
@@ -19,7 +20,7 @@ def client() -> Any | None:
 
 def details(serve: Any) -> dict[str, Any]:
     """Everything Serve's own `GET /api/serve/applications` answers."""
-    found: dict[str, Any] = serve.get_serve_details()
+    found: dict[str, Any] = json.loads(json.dumps(serve.get_serve_details(), default=str))  # enums become their words
     return found
 
 

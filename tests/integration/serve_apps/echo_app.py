@@ -1,0 +1,38 @@
+"""A Serve application that speaks enough of the OpenAI protocol to be deployed, in milliseconds and without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+
+api = FastAPI()
+
+
+@serve.deployment
+@serve.ingress(api)
+class Echo:
+    def __init__(self, model: str, reply: str, fails: str = "", delay_s: float = 0.0) -> None:
+        if fails:
+            raise ValueError(fails)
+        self._model, self._reply, self._delay_s = model, reply, delay_s
+
+    @api.get("/v1/models")
+    async def models(self) -> dict[str, Any]:
+        return {"data": [{"id": self._model}]}
+
+    @api.post("/v1/chat/completions")
+    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(self._delay_s)
+        content = f"{self._reply} {os.environ.get('ECHO_WORD', '')}".strip()
+        return {"model": body["model"], "choices": [{"message": {"role": "assistant", "content": content}}]}
+
+
+def build(args: dict[str, Any]) -> Application:
+    """`args`: constructor arguments of `Echo`, and `options` of its deployment."""
+    options = args.pop("options", {})
+    return Echo.options(**options).bind(**args)
