@@ -238,6 +238,8 @@ class Manifest:
         rows_per_s, completion_tokens_per_s: Over `seconds`.
         rows_resumed: Rows whose reply was stored by an earlier attempt.
         files: `{"path", "rows", "bytes"}` of each data file, path relative to `output_path`.
+        kept_files: Files of earlier runs that `append` left in place; only in the stored manifest, which then lists all
+            files that belong to the folder.
         inputs: `{"path", "rows", "bytes"}` of each input file.
         schema: `{"column": "arrow type"}` in order.
         fingerprint: Hash of what decides the replies; equal fingerprints may be resumed.
@@ -259,6 +261,7 @@ class Manifest:
     rows_resumed: int = 0
     errors_by_type: dict[str, int] = field(default_factory=dict)
     files: tuple[dict[str, Any], ...] = ()
+    kept_files: tuple[dict[str, Any], ...] = ()
     inputs: tuple[dict[str, Any], ...] = ()
     schema: dict[str, str] = field(default_factory=dict)
     fingerprint: str = ""

@@ -1,0 +1,705 @@
+"""Input files as a plan: the same files give the same row numbers, so that a stored reply finds its row again.
+
+Ray Data's own readers number nothing and may split differently from run to run. Here the driver lists the files
+once and cuts them into *units*, one read task each: stretches of rows for Parquet (cut at row groups where those
+are small), stretches of bytes for JSON Lines, whole files for CSV and compressed text; small files share a unit. A
+unit yields *blocks* of at most `BLOCK_ROWS` rows. Block number and row number travel with each row as `BLOCK_COL`
+and `ROW_COL` until the sink. The plan is stored with the run, and an attempt that takes the run up reads it instead
+of planning again.
+
+How many rows were read is proven, not assumed: each unit leaves its count in the run's folder when it was read to
+the end, and the commit compares the written rows with it.
+
+Columns: Parquet files with different schemas are read as their union when that loses nothing (a missing column
+becomes null, integers and floats widen); anything else is refused with both files named. JSON Lines and CSV types
+are inferred from all of the text up to `SCAN_BYTES`, from the head of every file beyond. Folders `key=value`
+*below* the input path become string columns, as Spark and Ray read them; those that are part of the input path
+itself do not.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import io
+import json
+import math
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.fs as pafs
+import pyarrow.json as pa_json
+import pyarrow.parquet as pq
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from airflow_provider_raylm.exceptions import SpecError, StorageError
+from airflow_provider_raylm.ray_data import storage as store
+from airflow_provider_raylm.ray_data.contracts import BLOCK_COL, ROW_COL
+from airflow_provider_raylm.spec import InputFormat, StorageSpec
+
+BLOCK_ROWS = 1024
+UNIT_BLOCKS = 2**20
+"""Block number = unit × this + position of the block in its unit."""
+
+MIN_UNIT_ROWS, MAX_UNIT_ROWS = 64, 8192
+MIN_UNIT_BYTES, MAX_UNIT_BYTES = 2**16, 32 * 2**20
+SCAN_BYTES = 256 * 2**20
+_HEAD_BYTES = 2**20
+_READ_BYTES = 4 * 2**20
+_MAX_CUTS_PER_ROW_GROUP = 8  # each cut decodes its row group from the start
+
+_SUFFIXES: dict[str, InputFormat] = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+}
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+_BATCH_SCHEMA = pa.schema([(name, pa.string()) for name in ("custom_id", "method", "url", "body")])
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One input file. `rows` is `None` for text; `keys` are the `key=value` folders above it."""
+
+    path: str
+    size: int
+    changed_s: float | None
+    rows: int | None = None
+    keys: tuple[tuple[str, str | None], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one file: rows of a Parquet file, bytes of JSON Lines, or all of it (`stop` is `None`)."""
+
+    file: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is read, in which order, as which columns.
+
+    Attributes:
+        input_format: Of all files.
+        files: Sorted by path.
+        units: Pieces of each read task.
+        schema: Columns of the rows, without `BLOCK_COL` and `ROW_COL`.
+        rows: Rows of all files; `None` for text.
+    """
+
+    input_format: InputFormat
+    files: tuple[InputFile, ...]
+    units: tuple[tuple[Piece, ...], ...]
+    schema: pa.Schema
+
+    @property
+    def rows(self) -> int | None:
+        return sum(file.rows for file in self.files if file.rows is not None) if self._counted else None
+
+    @property
+    def _counted(self) -> bool:
+        return all(file.rows is not None for file in self.files)
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "input_format": self.input_format,
+                "files": [dataclasses.astuple(file) for file in self.files],
+                "units": [[dataclasses.astuple(piece) for piece in unit] for unit in self.units],
+                "schema": base64.b64encode(self.schema.serialize()).decode(),
+            },
+            ensure_ascii=False,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        raw = json.loads(text)
+        return cls(
+            input_format=raw["input_format"],
+            files=tuple(
+                InputFile(path, size, changed_s, rows, tuple((key, value) for key, value in keys))
+                for path, size, changed_s, rows, keys in raw["files"]
+            ),
+            units=tuple(tuple(Piece(*piece) for piece in unit) for unit in raw["units"]),
+            schema=pa.ipc.read_schema(pa.py_buffer(base64.b64decode(raw["schema"]))),
+        )
+
+
+def list_input(
+    paths: str | Sequence[str], storage: StorageSpec | None, input_format: InputFormat | None
+) -> tuple[InputFormat, tuple[InputFile, ...]]:
+    """List the input files of one or more paths.
+
+    Hidden files (`_SUCCESS`, `.part`) are skipped, and so are files with a suffix of another format.
+
+    Returns:
+        The format and the files sorted by path, each once.
+
+    Raises:
+        SpecError: A path does not exist or holds no file of the format, or the formats are mixed.
+        StorageError: The store refused.
+    """
+    found: dict[str, InputFile] = {}
+    skipped: list[str] = []
+    for path in [paths] if isinstance(paths, str) else paths:
+        fs, root = store.open_filesystem(path, storage)
+        with store.explained(path):
+            entries = store.list_files(fs, root)
+            if not entries:
+                info = fs.get_file_info(root)
+                if info.type == pafs.FileType.NotFound:
+                    raise SpecError(f"input_path {path!r} does not exist")
+                if info.type == pafs.FileType.File:
+                    changed_s = info.mtime.timestamp() if info.mtime else None
+                    entries = [store.FileEntry(root, info.size, changed_s)]
+                else:
+                    raise SpecError(f"input_path {path!r} holds no files (names with a leading _ or . are skipped)")
+        wanted = [
+            e for e in entries if len(entries) == 1 or _format(e.path) in (input_format, None) or not input_format
+        ]
+        skipped += [e.path for e in entries if e not in wanted]
+        for e in wanted:
+            found[e.path] = InputFile(e.path, e.size, e.changed_s, keys=_keys(store.relative(e.path, root)))
+    formats = {_format(path) for path in found}
+    if input_format is None:
+        if len(formats - {None}) > 1:
+            raise SpecError(f"input_path holds files of several formats {sorted(map(str, formats))}; set input_format")
+        input_format = next(iter(formats - {None}), None)
+        if input_format is None:
+            raise SpecError(
+                f"input_path: the format of {min(found)!r} is not known by its suffix; set input_format to parquet, "
+                "jsonl, csv or openai_batch"
+            )
+        found = {path: file for path, file in found.items() if _format(path) == input_format}
+    if not found:
+        raise SpecError(f"input_path holds no {input_format} file; there are {skipped[:3]}")
+    return input_format, tuple(found[path] for path in sorted(found))
+
+
+def _format(path: str) -> InputFormat | None:
+    name = path.lower()
+    for suffix in _COMPRESSED:
+        name = name.removesuffix(suffix)
+    return next((fmt for suffix, fmt in _SUFFIXES.items() if name.endswith(suffix)), None)
+
+
+def _keys(relative: str) -> tuple[tuple[str, str | None], ...]:
+    pairs = (part.partition("=") for part in relative.split("/")[:-1] if "=" in part)
+    return tuple((key, None if value == _HIVE_NULL else urllib.parse.unquote(value)) for key, _, value in pairs if key)
+
+
+def make_plan(
+    paths: str | Sequence[str],
+    storage: StorageSpec | None,
+    *,
+    input_format: InputFormat | None = None,
+    columns: Sequence[str] | None = None,
+    text_columns: Sequence[str] = (),
+    actors: int = 1,
+    listing: tuple[InputFormat, tuple[InputFile, ...]] | None = None,
+) -> Plan:
+    """Read schemas and sizes, and cut the files into units.
+
+    Args:
+        paths: File, folder or list of them.
+        storage: See `open_filesystem`.
+        input_format: `None` goes by the suffix.
+        columns: Columns to keep, in this order; `None` keeps all.
+        text_columns: Columns that stay text although they look like numbers or dates (CSV), and that exist even when
+            the input has no row to show them (JSON Lines).
+        actors: Units are made small enough to keep this many readers busy.
+        listing: What `list_input` returned, if it was called already.
+
+    Raises:
+        SpecError: See `list_input`; also a missing column, or schemas that do not go together.
+        StorageError: The store refused.
+    """
+    input_format, files = listing or list_input(paths, storage, input_format)
+    first = paths if isinstance(paths, str) else paths[0]
+    fs, _ = store.open_filesystem(first, storage)
+    with store.explained(first):
+        if input_format == "parquet":
+            files, schema, groups = _parquet_footers(fs, files)
+            units = _parquet_units(files, groups, actors)
+        else:
+            schema = _text_schema(fs, files, input_format, text_columns)
+            units = _text_units(files, input_format, actors)
+    names = dict.fromkeys(key for file in files for key, _ in file.keys)
+    for name in names:
+        if name not in schema.names:
+            schema = schema.append(pa.field(name, pa.string()))
+    for name in (BLOCK_COL, ROW_COL):
+        if name in schema.names:
+            raise SpecError(f"the input has a column {name!r}, a name this job needs for itself; rename it")
+    if columns is not None:
+        check_columns(columns, schema)
+        schema = pa.schema([schema.field(name) for name in columns])
+    return Plan(input_format, files, units, schema)
+
+
+def check_columns(names: Sequence[str], schema: pa.Schema) -> None:
+    """Make sure that the input has these columns.
+
+    Raises:
+        SpecError: Naming those it has.
+    """
+    if missing := [name for name in names if name not in schema.names]:
+        raise SpecError(f"the input has no column {missing[0]!r}; it has {schema.names}")
+
+
+def _parquet_footers(fs: Any, files: tuple[InputFile, ...]) -> tuple[tuple[InputFile, ...], pa.Schema, list[list[int]]]:
+    """Rows of each file, the schema of all of them, and the rows of each row group."""
+
+    def footer(file: InputFile) -> tuple[pa.Schema, list[int]]:
+        try:
+            with pq.ParquetFile(file.path, filesystem=fs, pre_buffer=False) as parquet:
+                meta = parquet.metadata
+                rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+                return parquet.schema_arrow.remove_metadata(), rows
+        except pa.ArrowInvalid as exc:
+            raise SpecError(f"input file {file.path!r} is no Parquet file: {exc}") from exc
+
+    footers = store.each(footer, files)
+    schema = unify([(file.path, schema) for file, (schema, _) in zip(files, footers, strict=True)])
+    counted = tuple(dataclasses.replace(file, rows=sum(rows)) for file, (_, rows) in zip(files, footers, strict=True))
+    return counted, schema, [rows for _, rows in footers]
+
+
+def unify(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
+    """One schema that holds the columns of all, if nothing is lost by it.
+
+    Args:
+        schemas: `(path, schema)` of each file.
+
+    Raises:
+        SpecError: Two files have a column in types that do not go together.
+    """
+    fields: dict[str, tuple[pa.DataType, str]] = {}
+    for path, schema in schemas:
+        if len(set(schema.names)) < len(schema.names):
+            twice = next(name for name in schema.names if schema.names.count(name) > 1)
+            raise SpecError(f"input file {path!r} has the column {twice!r} twice")
+        for field in schema:
+            kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+            if field.name not in fields:
+                fields[field.name] = (kind, path)
+                continue
+            known, where = fields[field.name]
+            if known.equals(kind):
+                continue
+            joined = _join_types(known, kind)
+            if joined is None:
+                raise SpecError(
+                    f"column {field.name!r} is {known} in {where!r} and {kind} in {path!r}; "
+                    "convert the files, or read them in separate runs"
+                )
+            fields[field.name] = (joined, where)
+    return pa.schema(
+        [pa.field(name, pa.string() if pa.types.is_null(kind) else kind) for name, (kind, _) in fields.items()]
+    )
+
+
+def _join_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    types = pa.types
+    if types.is_nested(a) or types.is_nested(b) or types.is_null(a) or types.is_null(b):
+        option = "default"  # only nulls and missing fields of structs
+    elif any(
+        kind(a) and kind(b)
+        for kind in (types.is_integer, types.is_floating, types.is_decimal, _is_text, _is_bytes, _is_time)
+    ):
+        option = "permissive"
+    else:
+        return None
+    try:
+        left, right = pa.schema([("x", a)]), pa.schema([("x", b)])
+        return pa.unify_schemas([left, right], promote_options=option).field("x").type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return None
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _is_time(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_timestamp(kind) or pa.types.is_date(kind))
+
+
+def _parquet_units(files: tuple[InputFile, ...], groups: list[list[int]], actors: int) -> tuple[tuple[Piece, ...], ...]:
+    rows = sum(map(sum, groups))
+    size = sum(file.size for file in files)
+    target = min(max(math.ceil(rows / (4 * actors)), MIN_UNIT_ROWS), MAX_UNIT_ROWS)
+    if size > MAX_UNIT_BYTES:
+        target = max(1, min(target, math.ceil(rows * MAX_UNIT_BYTES / size)))
+    pieces: list[tuple[Piece, int]] = []
+    for index, counts in enumerate(groups):
+        start = 0
+        for count in counts:
+            cuts = min(math.ceil(count / target), _MAX_CUTS_PER_ROW_GROUP)
+            step = math.ceil(count / cuts) if cuts else 0
+            for offset in range(0, count, step or 1):
+                part = min(step, count - offset)
+                pieces.append((Piece(index, start + offset, start + offset + part), part))
+            start += count
+    return _pack(pieces, target)
+
+
+def _text_units(files: tuple[InputFile, ...], input_format: InputFormat, actors: int) -> tuple[tuple[Piece, ...], ...]:
+    size = sum(file.size for file in files)
+    target = min(max(math.ceil(size / (4 * actors)), MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+    pieces: list[tuple[Piece, int]] = []
+    for index, file in enumerate(files):
+        if file.size == 0:
+            continue
+        if input_format == "csv" or _codec(file.path):
+            pieces.append((Piece(index), file.size))
+            continue
+        step = math.ceil(file.size / math.ceil(file.size / target))
+        pieces += [
+            (Piece(index, start, min(start + step, file.size)), min(step, file.size - start))
+            for start in range(0, file.size, step)
+        ]
+    return _pack(pieces, target)
+
+
+def _pack(pieces: list[tuple[Piece, int]], target: int) -> tuple[tuple[Piece, ...], ...]:
+    """Put consecutive pieces together until the next would exceed the target; a stretch of one file stays one piece."""
+    units: list[list[Piece]] = []
+    room = 0
+    for piece, weight in pieces:
+        if not units or weight > room:
+            units.append([])
+            room = target
+        last = units[-1][-1] if units[-1] else None
+        if last and last.file == piece.file and last.stop == piece.start:
+            units[-1][-1] = Piece(piece.file, last.start, piece.stop)
+        else:
+            units[-1].append(piece)
+        room -= weight
+    return tuple(tuple(unit) for unit in units)
+
+
+def _codec(path: str) -> str | None:
+    return next((codec for suffix, codec in _COMPRESSED.items() if path.lower().endswith(suffix)), None)
+
+
+def _text_schema(
+    fs: Any, files: tuple[InputFile, ...], input_format: InputFormat, text_columns: Sequence[str]
+) -> pa.Schema:
+    if input_format == "openai_batch":
+        return _BATCH_SCHEMA
+    limit = None if sum(file.size for file in files) <= SCAN_BYTES else _HEAD_BYTES
+
+    def infer(file: InputFile) -> pa.Schema:
+        if file.size == 0:
+            return pa.schema([])
+        if input_format == "csv":
+            return _csv_schema(fs, file, limit, text_columns)
+        schema: pa.Schema | None = None
+        for chunk in _line_chunks(fs, file, 0, limit):
+            part = _settled(_read_json(chunk, None, file).schema)
+            schema = part if schema is None else unify([(file.path, schema), (file.path, part)])
+        return schema if schema is not None else pa.schema([])
+
+    schema = unify(list(zip([file.path for file in files], store.each(infer, files), strict=True)))
+    if not schema.names:
+        schema = pa.schema([(name, pa.string()) for name in dict.fromkeys(text_columns)])
+    return schema
+
+
+def _settled(schema: pa.Schema) -> pa.Schema:
+    """JSON has no times: text that looks like one stays text."""
+    return pa.schema([pa.field(field.name, _without_times(field.type)) for field in schema])
+
+
+def _without_times(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(f.name, _without_times(f.type)) for f in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_without_times(kind.value_type))
+    return kind
+
+
+def _csv_schema(fs: Any, file: InputFile, limit: int | None, text_columns: Sequence[str]) -> pa.Schema:
+    convert = pa_csv.ConvertOptions(column_types={name: pa.string() for name in text_columns}, strings_can_be_null=True)
+    with fs.open_input_stream(file.path, compression=_codec(file.path)) as stream:
+        try:
+            if limit is None:
+                data: Any = stream
+            else:
+                head = stream.read(limit)
+                data = io.BytesIO(head[: head.rfind(b"\n") + 1] or head)
+            return pa_csv.read_csv(data, parse_options=_CSV_PARSE, convert_options=convert).schema
+        except pa.ArrowInvalid as exc:
+            raise SpecError(f"input file {file.path!r}: {exc}") from exc
+
+
+_CSV_PARSE = pa_csv.ParseOptions(newlines_in_values=True)
+
+
+class PlannedSource(Datasource):  # type: ignore[misc]  # Ray is not typed
+    """Ray Data source of a `Plan`; each row carries `BLOCK_COL` and `ROW_COL`.
+
+    Args:
+        plan: What is read.
+        path: One of the input paths, to open the file system by.
+        storage: See `open_filesystem`.
+        counts_folder: Where each unit leaves the number of rows it had, as `open_filesystem` takes it.
+        counts_storage: Storage of that folder.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        path: str,
+        storage: StorageSpec | None,
+        counts_folder: str,
+        counts_storage: StorageSpec | None,
+    ) -> None:
+        super().__init__()
+        self._plan = plan
+        self._open = functools.partial(store.open_filesystem, path, storage)
+        self._open_counts = functools.partial(store.open_filesystem, counts_folder, counts_storage)
+
+    def get_name(self) -> str:
+        return "Input"
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return self._plan.size * (4 if self._plan.input_format == "parquet" else 1)
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        """One task per unit; `parallelism` is not asked, since the plan is fixed."""
+        plan = self._plan
+        schema = tracked(plan.schema)
+        tasks = []
+        for index, unit in enumerate(plan.units):
+            sources = [(plan.files[piece.file], piece) for piece in unit]
+            read = functools.partial(
+                _read_unit, index, sources, plan.input_format, plan.schema, self._open, self._open_counts
+            )
+            read.__name__ = "read_input"  # type: ignore[attr-defined]  # Ray names the task by it
+            size = sum((piece.stop or 0) - piece.start or file.size for file, piece in sources)
+            rows = size if plan.input_format == "parquet" else None
+            meta = BlockMetadata(num_rows=rows, size_bytes=None, input_files=None, exec_stats=None)
+            tasks.append(ReadTask(read, meta, schema=schema, per_task_row_limit=per_task_row_limit))
+        return tasks
+
+
+def tracked(schema: pa.Schema) -> pa.Schema:
+    """A plan's schema with the two columns that travel from source to sink."""
+    return schema.append(pa.field(BLOCK_COL, pa.int64())).append(pa.field(ROW_COL, pa.int64()))
+
+
+def _read_unit(
+    unit: int,
+    sources: list[tuple[InputFile, Piece]],
+    input_format: str,
+    schema: pa.Schema,
+    open_fs: Any,
+    open_counts: Any,
+) -> Iterator[pa.Table]:
+    fs, _ = open_fs()
+    block = unit * UNIT_BLOCKS
+    rows = 0
+    for file, piece in sources:
+        with store.explained(file.path):
+            for table in _read_piece(fs, file, piece, input_format, schema):
+                for offset in range(0, table.num_rows, BLOCK_ROWS):
+                    part = table.slice(offset, BLOCK_ROWS)
+                    count = part.num_rows
+                    rows += count
+                    yield part.append_column(BLOCK_COL, pa.repeat(pa.scalar(block, pa.int64()), count)).append_column(
+                        ROW_COL, pa.array(range(count), pa.int64())
+                    )
+                    block += 1
+    counts_fs, folder = open_counts()
+    with store.explained(folder):
+        store.write_bytes(counts_fs, f"{folder}/{unit:06d}.json", json.dumps({"unit": unit, "rows": rows}).encode())
+    if rows == 0:
+        yield tracked(schema).empty_table()
+
+
+def read_counts(folder: str, storage: StorageSpec | None) -> dict[int, int]:
+    """Rows of each unit that was read to its end, `{unit: rows}`."""
+    fs, root = store.open_filesystem(folder, storage)
+    with store.explained(folder):
+        entries = store.list_files(fs, root)
+        texts = store.each(lambda entry: store.read_bytes(fs, entry.path) or b"{}", entries)
+    counts = (json.loads(text) for text in texts)
+    return {raw["unit"]: raw["rows"] for raw in counts if raw}
+
+
+def _read_piece(fs: Any, file: InputFile, piece: Piece, input_format: str, schema: pa.Schema) -> Iterator[pa.Table]:
+    if input_format == "parquet":
+        tables = _read_parquet(fs, file, piece, schema)
+    elif input_format == "csv":
+        tables = _read_csv(fs, file, schema)
+    elif input_format == "openai_batch":
+        tables = (_read_batch_lines(chunk, file) for chunk in _line_chunks(fs, file, piece.start, piece.stop))
+    else:
+        keys = {name for name, _ in file.keys}
+        in_file = pa.schema([field for field in schema if field.name not in keys])
+        tables = (_read_json(chunk, in_file, file) for chunk in _line_chunks(fs, file, piece.start, piece.stop))
+    for table in tables:
+        if table.num_rows:
+            yield _conform(table, schema, file)
+
+
+def _conform(table: pa.Table, schema: pa.Schema, file: InputFile) -> pa.Table:
+    keys = dict(file.keys)
+    columns = []
+    for field in schema:
+        if field.name in table.column_names:
+            column = table.column(field.name)
+            if not column.type.equals(field.type):
+                try:
+                    column = column.cast(field.type)
+                except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as exc:
+                    raise SpecError(f"input file {file.path!r}, column {field.name!r}: {exc}") from exc
+        else:
+            column = pa.repeat(pa.scalar(keys.get(field.name), field.type), table.num_rows)
+        columns.append(column)
+    if not columns:
+        raise SpecError("input_columns is empty: a row needs at least the prompt's column")
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _read_parquet(fs: Any, file: InputFile, piece: Piece, schema: pa.Schema) -> Iterator[pa.Table]:
+    stop = file.rows if piece.stop is None else piece.stop
+    with pq.ParquetFile(file.path, filesystem=fs, pre_buffer=False, buffer_size=_READ_BYTES) as parquet:
+        groups, first, at = [], None, 0
+        for index in range(parquet.metadata.num_row_groups):
+            count = parquet.metadata.row_group(index).num_rows
+            if at < cast(int, stop) and at + count > piece.start:
+                groups.append(index)
+                first = at if first is None else first
+            at += count
+        if at != file.rows:
+            raise StorageError(f"input file {file.path!r} changed while it was read: {file.rows} rows, now {at}")
+        present = [name for name in schema.names if name in parquet.schema_arrow.names]
+        at = first or 0
+        for batch in parquet.iter_batches(batch_size=BLOCK_ROWS, row_groups=groups, columns=present):
+            begin, end = max(piece.start - at, 0), min(cast(int, stop) - at, batch.num_rows)
+            at += batch.num_rows
+            if begin < end:
+                part = batch.slice(begin, end - begin)
+                if present:
+                    yield pa.Table.from_batches([part])
+                else:
+                    yield pa.table({BLOCK_COL: pa.nulls(part.num_rows, pa.int64())})
+            if at >= cast(int, stop):
+                return
+
+
+def _read_csv(fs: Any, file: InputFile, schema: pa.Schema) -> Iterator[pa.Table]:
+    convert = pa_csv.ConvertOptions(column_types={field.name: field.type for field in schema}, strings_can_be_null=True)
+    read = pa_csv.ReadOptions(block_size=_READ_BYTES)
+    with fs.open_input_stream(file.path, compression=_codec(file.path)) as stream:
+        try:
+            with pa_csv.open_csv(
+                stream, read_options=read, parse_options=_CSV_PARSE, convert_options=convert
+            ) as reader:
+                for batch in reader:
+                    yield pa.Table.from_batches([batch])
+        except pa.ArrowInvalid as exc:
+            raise SpecError(f"input file {file.path!r}: {exc}") from exc
+
+
+def _line_chunks(fs: Any, file: InputFile, start: int, stop: int | None) -> Iterator[bytes]:
+    """Whole lines whose first byte lies in `[start, stop)`, some MiB at a time."""
+    codec = _codec(file.path)
+    with fs.open_input_stream(file.path, compression=codec) if codec else fs.open_input_file(file.path) as stream:
+        at = start
+        rest = b""
+        if start:
+            # the line that runs across `start` belongs to the piece before; one that begins at it is ours
+            stream.seek(start - 1)
+            at = start - 1
+            while True:
+                data = stream.read(_READ_BYTES)
+                cut = data.find(b"\n")
+                if cut >= 0 or not data:
+                    break
+                at += len(data)
+            if not data:
+                return
+            at += cut + 1
+            rest = data[cut + 1 :]
+        # `at` is the position of `rest`, which begins a line
+        while stop is None or at < stop:
+            data = stream.read(_READ_BYTES)
+            rest += data
+            if stop is not None and at + len(rest) >= stop:
+                end = rest.find(b"\n", stop - 1 - at)  # the end of the last line that begins before `stop`
+                if end >= 0:
+                    yield rest[: end + 1]
+                    return
+            if not data:
+                if rest.strip():
+                    yield rest
+                return
+            if stop is None or at + len(rest) < stop:
+                end = rest.rfind(b"\n") + 1
+                if end:
+                    yield rest[:end]
+                    rest = rest[end:]
+                    at += end
+
+
+def _read_json(chunk: bytes, schema: pa.Schema | None, file: InputFile) -> pa.Table:
+    if not chunk.strip():
+        return pa.table({})
+    options = pa_json.ParseOptions(
+        explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
+    )
+    try:
+        return pa_json.read_json(
+            io.BytesIO(chunk), read_options=pa_json.ReadOptions(block_size=len(chunk) + 1), parse_options=options
+        )
+    except pa.ArrowInvalid as exc:
+        raise SpecError(f"input file {file.path!r} is no JSON Lines file of one schema: {exc}") from exc
+
+
+def _read_batch_lines(chunk: bytes, file: InputFile) -> pa.Table:
+    rows = []
+    for line in chunk.splitlines():
+        if line.strip():
+            try:
+                raw = json.loads(line)
+                rows.append(
+                    {
+                        "custom_id": raw.get("custom_id"),
+                        "method": raw.get("method"),
+                        "url": raw.get("url"),
+                        "body": json.dumps(raw.get("body"), ensure_ascii=False),
+                    }
+                )
+            except (ValueError, AttributeError) as exc:
+                raise SpecError(
+                    f"input file {file.path!r}: a line is no JSON object of the OpenAI batch format"
+                ) from exc
+    return pa.Table.from_pylist(rows, schema=_BATCH_SCHEMA)

@@ -1,0 +1,348 @@
+"""Where input is read and output is written: Alibaba OSS, any S3-compatible store, or folders that every node sees.
+
+All of it goes through `open_filesystem`, in every process, for three reasons.
+
+OSS refuses what pyarrow sends by default: uploads in `aws-chunked` form, which the AWS SDK inside it chooses unless
+`AWS_REQUEST_CHECKSUM_CALCULATION=when_required` is in the environment at the moment a client is made. The SDK reads
+it then, not when pyarrow is imported, so setting it here, just before, holds in drivers and workers alike; nothing
+has to be passed down to them.
+
+An open file system is never sent to another process: pickling it would carry keys that may have expired, and would
+make a client without the setting above. Processes get the `StorageSpec` and open their own.
+
+Temporary credentials of the cluster's own role run out during a long job. They are looked up again before they do,
+each time somebody opens the file system, and every task opens it anew. Keys in a `StorageSpec` cannot be renewed
+from here: the job then fails with a sentence that says so, and its next attempt, with fresh keys, goes on where it
+stopped.
+
+`DeleteObjects` needs `Content-MD5` on OSS and pyarrow 26 does not send it, so objects are deleted one by one,
+several at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import json
+import os
+import re
+import threading
+import time
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs as pafs
+
+from airflow_provider_raylm.exceptions import SpecError, StorageError
+from airflow_provider_raylm.spec import StorageSpec
+
+CHECKSUM_VARIABLE = "AWS_REQUEST_CHECKSUM_CALCULATION"
+_MAX_ATTEMPTS = (
+    10  # of one request, with the SDK's exponential pauses: about half a minute of a store that says SlowDown
+)
+_DELETE_THREADS = 16
+_RENEW_BEFORE_S = 300.0
+
+_OBJECT_SCHEMES = ("oss", "s3", "s3a", "s3n")
+_OSS_HOST = re.compile(r"(?:^|\.)oss-(?P<region>[a-z0-9-]+?)(?:-internal)?\.aliyuncs\.com$")
+
+
+@dataclass(frozen=True)
+class _Credentials:
+    access_key_id: str
+    secret_access_key: str
+    session_token: str | None = None
+    expires_s: float | None = None  # wall clock, seconds since the epoch
+
+
+def open_filesystem(path: str, storage: StorageSpec | None) -> tuple[Any, str]:
+    """Open the file system that a path lies on, with this process's own client.
+
+    Args:
+        path: `oss://bucket/key`, `oss://bucket.<endpoint>/key`, `s3://bucket/key`, `file:///folder` or a local path.
+        storage: Endpoint and credentials; `None` lets the path and the cluster's environment answer.
+
+    Returns:
+        The `pyarrow.fs.FileSystem`, and the path as it wants it (`bucket/key` or an absolute local path).
+
+    Raises:
+        SpecError: The path has another scheme or no bucket, or an `oss://` path has no endpoint.
+        StorageError: The cluster's role gave no credentials.
+    """
+    scheme, separator, rest = path.partition("://")
+    if not separator:
+        return pafs.LocalFileSystem(), os.path.abspath(path)
+    if scheme == "file":
+        return pafs.LocalFileSystem(), os.path.abspath("/" + rest.lstrip("/"))
+    if scheme not in _OBJECT_SCHEMES:
+        raise SpecError(
+            f"{path!r}: {scheme}:// is not supported; expected oss://, s3:// or a path that every node sees"
+        )
+    bucket, _, key = rest.partition("/")
+    storage = storage or StorageSpec()
+    if _OSS_HOST.search(bucket):  # Hadoop's way to write it: the host name of the bucket
+        bucket, _, host = bucket.partition(".")
+        if storage.endpoint_url is None:
+            storage = dataclasses.replace(storage, endpoint_url=f"https://{host}")
+    if not bucket:
+        raise SpecError(f"{path!r} names no bucket; expected {scheme}://<bucket>/<key>")
+    if scheme == "oss" and storage.endpoint_url is None and not _environment_endpoint():
+        raise SpecError(
+            f"{path!r}: an oss:// path needs an endpoint such as https://oss-cn-hangzhou-internal.aliyuncs.com; "
+            "set endpoint_url in the storage connection's extra"
+        )
+    key = "/".join(part for part in key.split("/") if part)
+    return _client(storage), f"{bucket}/{key}" if key else bucket
+
+
+_clients: dict[StorageSpec, tuple[Any, float | None]] = {}
+_clients_lock = threading.Lock()
+
+
+def _client(storage: StorageSpec) -> Any:
+    with _clients_lock:
+        client, expires_s = _clients.get(storage, (None, None))
+        if client is None or (expires_s is not None and time.time() > expires_s - _RENEW_BEFORE_S):
+            client, expires_s = _make_client(storage)
+            _clients[storage] = (client, expires_s)
+        return client
+
+
+def _make_client(storage: StorageSpec) -> tuple[Any, float | None]:
+    os.environ[CHECKSUM_VARIABLE] = "when_required"
+    options: dict[str, Any] = {
+        "allow_delayed_open": True,  # one request for a small object instead of the three of a multipart upload
+        "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=_MAX_ATTEMPTS),
+        "force_virtual_addressing": storage.addressing_style == "virtual",
+        "region": storage.region,
+    }
+    endpoint = storage.endpoint_url or _environment_endpoint()
+    if endpoint:
+        scheme, _, host = endpoint.rpartition("://")
+        host = host.rstrip("/")
+        options |= {"scheme": scheme or "https", "endpoint_override": host}
+        match = _OSS_HOST.search(host)
+        # any region signs; without one the SDK asks the metadata service of AWS, and waits for it
+        options["region"] = storage.region or (match["region"] if match else None) or _environment_region()
+    if storage.verify is False and options.get("scheme") != "http":
+        raise SpecError("storage: pyarrow always verifies TLS; name a CA bundle on the cluster instead of verify=False")
+    if isinstance(storage.verify, str):
+        options["tls_ca_file_path"] = storage.verify
+    if storage.anonymous:
+        return pafs.S3FileSystem(anonymous=True, **options), None
+    credentials = _credentials(storage, endpoint)
+    if credentials is None:  # the SDK's own chain: AWS variables, profile, instance role; it renews by itself
+        return pafs.S3FileSystem(**options), None
+    return pafs.S3FileSystem(
+        access_key=credentials.access_key_id,
+        secret_key=credentials.secret_access_key,
+        session_token=credentials.session_token,
+        **options,
+    ), credentials.expires_s
+
+
+def _credentials(storage: StorageSpec, endpoint: str | None) -> _Credentials | None:
+    if storage.access_key_id and storage.secret_access_key:
+        return _Credentials(storage.access_key_id, storage.secret_access_key, storage.session_token)
+    if not endpoint or not _OSS_HOST.search(endpoint.rpartition("://")[2].partition("/")[0].partition(":")[0]):
+        return None
+    return alibaba_role(os.environ)
+
+
+def alibaba_role(environ: Any) -> _Credentials | None:
+    """Credentials that an Alibaba Cloud node offers, in the order of its own SDKs; `None` when it offers none.
+
+    Variables, then the address in `ALIBABA_CLOUD_CREDENTIALS_URI`, then the RAM role of the instance named in
+    `ALIBABA_CLOUD_ECS_METADATA`.
+
+    Raises:
+        StorageError: An address was named and did not answer with credentials.
+    """
+    if environ.get("ALIBABA_CLOUD_ACCESS_KEY_ID"):
+        return _Credentials(
+            environ["ALIBABA_CLOUD_ACCESS_KEY_ID"],
+            environ.get("ALIBABA_CLOUD_ACCESS_KEY_SECRET", ""),
+            environ.get("ALIBABA_CLOUD_SECURITY_TOKEN") or None,
+        )
+    url = environ.get("ALIBABA_CLOUD_CREDENTIALS_URI")
+    if not url and (role := environ.get("ALIBABA_CLOUD_ECS_METADATA")):
+        url = f"http://100.100.100.200/latest/meta-data/ram/security-credentials/{urllib.parse.quote(role)}"
+    if not url:
+        return None
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(url, timeout=10) as response:
+            raw = json.load(response)
+        expires = dt.datetime.fromisoformat(raw["Expiration"].replace("Z", "+00:00")).timestamp()
+        return _Credentials(raw["AccessKeyId"], raw["AccessKeySecret"], raw["SecurityToken"], expires)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise StorageError(
+            f"the cluster's role gave no credentials: {type(exc).__name__} from the credentials service; "
+            "check the role, or give keys in the storage connection"
+        ) from exc
+
+
+def _environment_endpoint() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+
+def _environment_region() -> str:
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+
+
+_REASONS: tuple[tuple[str, str], ...] = (
+    (r"NO_SUCH_BUCKET|NoSuchBucket", "the bucket does not exist"),
+    (r"INVALID_ACCESS_KEY_ID|InvalidAccessKeyId", "the store does not know the access key id"),
+    (r"SIGNATURE_DOES_NOT_MATCH|SignatureDoesNotMatch", "the secret key is wrong"),
+    (r"REQUEST_TIME_TOO_SKEWED|RequestTimeTooSkewed", "the clock of the cluster is more than 15 minutes wrong"),
+    (
+        r"SecurityTokenExpired|ExpiredToken|EXPIRED_TOKEN|InvalidSecurityToken|INVALID_CLIENT_TOKEN_ID",
+        "the temporary credentials have expired or are invalid; the next attempt, with fresh ones, goes on where "
+        "this one stopped",
+    ),
+    (
+        r"SecondLevelDomainForbidden",
+        "OSS takes only virtual-hosted addressing; set addressing_style to virtual in the storage connection",
+    ),
+    (r"SLOW_DOWN|SlowDown", f"the store still says SlowDown after {_MAX_ATTEMPTS} attempts"),
+    (r"ACCESS_DENIED|AccessDenied|HTTP status 403", "access denied: the keys or the role may not do this"),
+    (r"NETWORK_CONNECTION|resolve host|connect", "the store cannot be reached"),
+)
+
+
+@contextlib.contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Turn the store's errors into sentences. A path that does not exist stays `FileNotFoundError`.
+
+    Raises:
+        StorageError: With the path, the reason in plain words, and the store's own code.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as exc:
+        raise StorageError(describe(exc, path)) from exc
+
+
+def describe(exc: BaseException, path: str) -> str:
+    """One sentence for an error of the store about a path."""
+    text = str(exc)
+    for pattern, reason in _REASONS:
+        if re.search(pattern, text, re.IGNORECASE if pattern.islower() else 0):
+            return f"{path}: {reason} ({_brief(text)})"
+    return f"{path}: {_brief(text)}"
+
+
+def _brief(text: str) -> str:
+    text = re.sub(r"^When .*?: (?=AWS Error)", "", text)
+    return text if len(text) <= 300 else text[:300] + "…"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a listing: path as the file system wants it, bytes, and when it changed (`None` if unknown)."""
+
+    path: str
+    size: int
+    changed_s: float | None = None
+
+
+def list_files(fs: Any, folder: str, *, hidden: bool = False) -> list[FileEntry]:
+    """List the files under a folder, recursively, sorted by path; empty when there is no such folder.
+
+    Args:
+        fs: A `pyarrow.fs.FileSystem`.
+        folder: Path on it.
+        hidden: Include what readers skip: names with a leading `_` or `.`, at any depth.
+    """
+    infos = fs.get_file_info(pafs.FileSelector(folder, recursive=True, allow_not_found=True))
+    entries = [
+        FileEntry(info.path, info.size, info.mtime.timestamp() if info.mtime else None)
+        for info in infos
+        if info.type == pafs.FileType.File and (hidden or not is_hidden(relative(info.path, folder)))
+    ]
+    return sorted(entries, key=lambda entry: entry.path)
+
+
+def relative(path: str, folder: str) -> str:
+    """`path` below `folder`, without a leading slash."""
+    return path[len(folder) :].lstrip("/")
+
+
+def is_hidden(path: str) -> bool:
+    """Whether Spark, Hive and pyarrow skip a relative path: a part of it starts with `_` or `.`.
+
+    `_col=value` folders are Hive partitions on a column whose name starts so; they are read.
+    """
+    return any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in path.split("/"))
+
+
+def is_local(fs: Any) -> bool:
+    return isinstance(fs, pafs.LocalFileSystem)
+
+
+def write_bytes(fs: Any, path: str, data: bytes) -> None:
+    """Write one small object in whole or not at all."""
+    if is_local(fs):
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        part.write_bytes(data)
+        part.replace(target)
+        return
+    with fs.open_output_stream(path) as stream:
+        stream.write(data)
+
+
+def read_bytes(fs: Any, path: str) -> bytes | None:
+    """Content of one object; `None` when there is none."""
+    try:
+        with fs.open_input_stream(path) as stream:
+            return bytes(stream.read())
+    except FileNotFoundError:
+        return None
+
+
+def copy(fs: Any, source: str, target: str) -> None:
+    """Copy one object within the store: its bytes do not come through this process."""
+    if is_local(fs):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        part = str(Path(target).with_name(f".{Path(target).name}.{uuid.uuid4().hex}"))
+        fs.copy_file(source, part)
+        Path(part).replace(target)
+        return
+    fs.copy_file(source, target)
+
+
+def each(work: Any, items: Iterable[Any]) -> list[Any]:
+    """Call `work` for each item, several at a time; the first error is raised when all have ended."""
+    with ThreadPoolExecutor(_DELETE_THREADS) as pool:
+        return list(pool.map(work, items))
+
+
+def delete_files(fs: Any, paths: Iterable[str]) -> None:
+    """Delete objects one by one, several at a time. One that is gone already is fine."""
+
+    def delete(path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            fs.delete_file(path)
+
+    each(delete, paths)
+
+
+def delete_folder(fs: Any, folder: str) -> None:
+    """Delete everything under a folder. One that is gone already is fine."""
+    if is_local(fs):
+        with contextlib.suppress(FileNotFoundError):
+            fs.delete_dir(folder)
+        return
+    # pyarrow leaves empty objects named `folder/` behind, which all readers skip
+    delete_files(fs, [entry.path for entry in list_files(fs, folder, hidden=True)])
