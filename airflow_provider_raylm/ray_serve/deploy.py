@@ -9,14 +9,14 @@ What must stay true:
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
+import threading
 import time
 import uuid
 from typing import Any
 
-from airflow_provider_raylm.exceptions import EndpointError, ServeError, TerminalEndpointError, TransientEndpointError
+from airflow_provider_raylm.exceptions import EndpointError, ServeError, TerminalEndpointError
 from airflow_provider_raylm.job_main import run_job, say
 from airflow_provider_raylm.ray_serve import app as apps
 from airflow_provider_raylm.ray_serve import (
@@ -35,6 +35,8 @@ POLL_S = 1.0
 ANSWER_TIMEOUT_S = 60.0
 NO_OP_TIMEOUT_S = 20.0
 REMOVAL_TIMEOUT_S = 180.0
+ROUTES_HINT = "/-/routes"
+"""In the 404 of a proxy that does not know the route yet, and not in an application's own 404."""
 DEFAULT_HTTP = {"host": "0.0.0.0", "port": 8000}  # noqa: S104 # other nodes must reach it
 
 
@@ -49,6 +51,25 @@ def main(spec: DeploySpec) -> DeployResult:
     preflight.check_spec(spec)
     cluster.connect()
     return _Deploy(spec, started).run()
+
+
+class _Question:
+    """One readiness request in a thread of its own: an answer may take minutes, and the job may end without it."""
+
+    def __init__(self, base_url: str, model: str) -> None:
+        self._base_url, self._model = base_url, model
+        self.done = False
+        self.path = ""
+        self.error: EndpointError | None = None
+        threading.Thread(target=self._ask, daemon=True).start()
+
+    def _ask(self) -> None:
+        try:
+            self.path = probe.ask(self._base_url, self._model, timeout_s=ANSWER_TIMEOUT_S)
+        except EndpointError as exc:
+            self.error = exc
+        finally:
+            self.done = True
 
 
 class _Deploy:
@@ -216,63 +237,49 @@ class _Deploy:
             ServeError: Serve or a model failed for good, or the deadline passed.
         """
         answered: list[str] = []
+        asking: _Question | None = None
         said = ""
         checked_s = 0.0
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            asking: concurrent.futures.Future[str] | None = None
-            try:
-                while True:
-                    running = serve_state.application(serve, self._spec.app_name)
-                    deaths: dict[str, int] = {}
-                    if time.monotonic() - checked_s > 5 * POLL_S:
-                        checked_s = time.monotonic()
-                        deaths = diagnosis.deaths_by_deployment(self._spec.app_name, self._before)
-                    if words := diagnosis.failure(running, deaths):
-                        raise ServeError(self._why(words))
-                    waiting = self._waiting_for(running)
-                    if running is not None and running["status"] == "RUNNING":
-                        models = self._models(serve)
-                        asking, waiting = self._ask_next(pool, asking, base_url, models, answered)
-                        if models and len(answered) == len(models):
-                            return tuple(answered)
-                    if waiting != said:
-                        said = waiting
-                        say(f"{time.monotonic() - self._started:.0f} s: waiting for {waiting}")
-                    self._beat()
-                    if time.monotonic() > self._deadline:
-                        raise ServeError(self._why(f"not ready after {self._spec.start_timeout_s:.0f} s: {waiting}"))
-                    time.sleep(POLL_S)
-            finally:
-                if asking is not None:
-                    asking.cancel()
-                pool.shutdown(wait=False, cancel_futures=True)
+        while True:
+            running = serve_state.application(serve, self._spec.app_name)
+            deaths: dict[str, int] = {}
+            if time.monotonic() - checked_s > 5 * POLL_S:
+                checked_s = time.monotonic()
+                deaths = diagnosis.deaths_by_deployment(self._spec.app_name, self._before)
+            if words := diagnosis.failure(running, deaths):
+                raise ServeError(self._why(words))
+            waiting = self._waiting_for(running)
+            if running is not None and running["status"] == "RUNNING":
+                models = self._models(serve)
+                asking, waiting = self._ask_next(asking, base_url, models, answered)
+                if models and len(answered) == len(models):
+                    return tuple(answered)
+            if waiting != said:
+                said = waiting
+                say(f"{time.monotonic() - self._started:.0f} s: waiting for {waiting}")
+            self._beat()
+            if time.monotonic() > self._deadline:
+                raise ServeError(self._why(f"not ready after {self._spec.start_timeout_s:.0f} s: {waiting}"))
+            time.sleep(POLL_S)
 
     def _ask_next(
-        self,
-        pool: concurrent.futures.Executor,
-        asking: concurrent.futures.Future[str] | None,
-        base_url: str,
-        models: tuple[str, ...],
-        answered: list[str],
-    ) -> tuple[concurrent.futures.Future[str] | None, str]:
-        """Ask the next model, or look whether it has answered. In a thread: an answer may take minutes."""
+        self, asking: _Question | None, base_url: str, models: tuple[str, ...], answered: list[str]
+    ) -> tuple[_Question | None, str]:
+        """Ask the next model, or look whether it has answered."""
         if not models:
             return None, "the list of models"
         model = models[len(answered)]
         if asking is None:
-            return pool.submit(probe.ask, base_url, model, timeout_s=ANSWER_TIMEOUT_S), f"an answer of {model!r}"
-        if not asking.done():
+            asking = _Question(base_url, model)
+        if not asking.done:
             return asking, f"an answer of {model!r}"
-        try:
-            path = asking.result()
-        except TransientEndpointError as exc:
-            return None, f"an answer of {model!r} ({exc})"
-        except TerminalEndpointError as exc:
-            if exc.http_status == 404:  # the proxy or the ingress does not know it yet
-                return None, f"an answer of {model!r} ({exc})"
+        exc = asking.error
+        if isinstance(exc, TerminalEndpointError) and exc.http_status != 404:
             raise ServeError(self._why(f"model {model!r} refuses the readiness request: {exc}")) from exc
+        if exc is not None:  # 404: the proxy or the ingress does not know it yet
+            return None, f"an answer of {model!r} ({exc})"
         answered.append(model)
-        say(f"{time.monotonic() - self._started:.1f} s: {model!r} answered at {base_url}/{path}")
+        say(f"{time.monotonic() - self._started:.1f} s: {model!r} answered at {base_url}/{asking.path}")
         return None, "the next model"
 
     def _models(self, serve: Any) -> tuple[str, ...]:
@@ -282,7 +289,7 @@ class _Deploy:
         try:
             return probe.list_models(base_url, timeout_s=ANSWER_TIMEOUT_S)
         except EndpointError as exc:
-            if getattr(exc, "http_status", None) == 404:
+            if exc.http_status == 404 and ROUTES_HINT not in str(exc):
                 raise ServeError(
                     self._why(f"{base_url}/models does not exist: the application is no OpenAI endpoint")
                 ) from exc

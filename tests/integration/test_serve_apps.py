@@ -6,11 +6,9 @@ The application answers the OpenAI protocol in milliseconds, so that what is tes
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -117,12 +115,16 @@ def bystander(cluster: Cluster, port: int) -> str:
     return base_url
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def untouched(bystander: str) -> Iterator[None]:
     yield
     assert ask(bystander) == "here"
 
 
+shared = pytest.mark.usefixtures("untouched")
+
+
+@shared
 def test_deployed_endpoint_survives_its_job_and_package(cluster: Cluster, port: int) -> None:
     """A replica killed after the deploy job and its uploaded package are gone comes back from the user's package."""
     deployed = cluster.run("deploy", echo("survivor", port), working_dir=ECHO_DIR)
@@ -146,6 +148,7 @@ def test_deployed_endpoint_survives_its_job_and_package(cluster: Cluster, port: 
     assert "survivor" not in keeper.kept_apps()
 
 
+@shared
 def test_same_configuration_is_a_no_op_and_leases_are_shared(cluster: Cluster, port: int) -> None:
     """Two runs share an endpoint: the second deploy changes nothing, the first teardown removes nothing."""
     first = cluster.run("deploy", echo("shared", port, holder="monday"), working_dir=ECHO_DIR).result
@@ -175,6 +178,7 @@ def test_same_configuration_is_a_no_op_and_leases_are_shared(cluster: Cluster, p
     assert again["state"] == "absent"
 
 
+@shared
 def test_expired_lease_removes_the_endpoint_without_airflow(cluster: Cluster, port: int) -> None:
     """Nobody renews and nobody tears down: the endpoint removes itself, and the keeper with it."""
     spec = echo("forgotten", port, holder="crashed", ttl_s=1.0)
@@ -184,6 +188,7 @@ def test_expired_lease_removes_the_endpoint_without_airflow(cluster: Cluster, po
     eventually(lambda: "forgotten" not in keeper.kept_apps())
 
 
+@shared
 def test_update_loses_no_request_and_a_failed_one_goes_back(cluster: Cluster, port: int) -> None:
     """A client that keeps sending sees old or new replies, never an error; a broken update leaves the old version."""
     deployed = cluster.run("deploy", echo("rolling", port, reply="old"), working_dir=ECHO_DIR).result
@@ -198,6 +203,7 @@ def test_update_loses_no_request_and_a_failed_one_goes_back(cluster: Cluster, po
                 replies.append(ask(base_url))
             except Exception as exc:
                 replies.append(repr(exc))
+            time.sleep(0.02)
 
     senders = [threading.Thread(target=keep_sending) for _ in range(4)]
     for sender in senders:
@@ -233,6 +239,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@shared
 @pytest.mark.parametrize("case", FAILURES)
 def test_failed_start_says_why_and_leaves_nothing(cluster: Cluster, port: int, case: str) -> None:
     """Each way not to start ends in one sentence with the reason, and nothing of it is left on the cluster."""
@@ -245,6 +252,7 @@ def test_failed_start_says_why_and_leaves_nothing(cluster: Cluster, port: int, c
     assert "broken" not in keeper.kept_apps()
 
 
+@shared
 def test_foreign_applications_are_neither_taken_over_nor_shadowed(cluster: Cluster, port: int) -> None:
     """The name and the route of somebody else's application are refused before anything is started."""
     name = cluster.run("deploy", echo(BYSTANDER, port), working_dir=ECHO_DIR)
@@ -252,33 +260,53 @@ def test_foreign_applications_are_neither_taken_over_nor_shadowed(cluster: Clust
     assert "was not deployed by this provider" in name.error["message"]
 
 
-def test_scaled_to_zero_endpoint_wakes_up_on_another_node(cluster: Cluster, port: int) -> None:
-    """From zero replicas, and after a node with replicas died, the endpoint answers again."""
+@shared
+def test_scaled_to_zero_endpoint_wakes_up(cluster: Cluster, port: int) -> None:
+    """With no replica left, the user's uploaded package outlives its grace, and the next request is answered."""
     scaling = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 1, "downscale_to_zero_delay_s": 1}
-    spec = echo("sleepy", port, options={"autoscaling_config": scaling, "ray_actor_options": {"num_cpus": 5}})
-    deployed = cluster.run("deploy", spec, working_dir=ECHO_DIR).result
-    assert deployed is not None
+    spec = echo("sleepy", port, options={"autoscaling_config": scaling})
+    deployed = cluster.run("deploy", spec, working_dir=ECHO_DIR)
+    assert deployed.result is not None
     eventually(lambda: not footprint.footprint("sleepy"))
-    worker = start_worker(cluster.node, num_cpus=6)
-    try:
-        eventually(lambda: len([n for n in ray.nodes() if n["Alive"]]) == 2)
-        eventually(lambda: answers(deployed["base_url"], "one"))
-    finally:
-        worker.stop()
-    eventually(lambda: answers(deployed["base_url"], "one"), timeout_s=120)
+    # our package is deleted after the same grace as the user's would be
+    eventually(lambda: not internal_kv._internal_kv_exists(deployed.package_uri), timeout_s=90)
+    eventually(lambda: answers(deployed.result["base_url"], "one"))
     cluster.run("teardown", TeardownSpec(app_name="sleepy"))
 
 
-def test_teardown_works_without_serve(bystander: str, cluster: Cluster, port: int) -> None:
-    """Serve's controller is killed for good: its orphaned replicas are found and removed all the same."""
-    deployed = cluster.run("deploy", echo("orphan", port), working_dir=ECHO_DIR).result
-    assert deployed is not None
-    assert footprint.footprint("orphan").replicas
+@shared
+def test_lost_node_is_made_up_for(cluster: Cluster, port: int) -> None:
+    """The only node with room for the replica dies with it; on the next node that joins, the endpoint answers again."""
+    first = start_worker(cluster.node, num_cpus=8)
+    try:
+        eventually(lambda: len([n for n in ray.nodes() if n["Alive"]]) == 2)
+        spec = echo("nomad", port, options={"ray_actor_options": {"num_cpus": 8}})
+        deployed = cluster.run("deploy", spec, working_dir=ECHO_DIR).result
+        assert deployed is not None
+    finally:
+        first.stop()
+    second = start_worker(cluster.node, num_cpus=8)
+    try:
+        eventually(lambda: answers(deployed["base_url"], "one"), timeout_s=120)
+        removed = cluster.run("teardown", TeardownSpec(app_name="nomad")).result
+        assert removed is not None
+        assert removed["state"] == "removed"
+    finally:
+        second.stop()
 
 
-def test_teardown_of_a_serve_run_job_that_was_stopped(cluster: Cluster, bystander: str) -> None:
-    """Stopping a `serve run` job leaves the application; our teardown removes it."""
+def test_teardown_works_without_serve_and_for_serve_run(cluster: Cluster, port: int, bystander: str) -> None:
+    """Serve is killed for good: its orphaned replicas are found and removed all the same.
+
+    One of them is the bystander: its `serve run` job was stopped long ago, and it still answers.
+    """
+    assert cluster.run("deploy", echo("orphan", port), working_dir=ECHO_DIR).result is not None
     assert ask(bystander) == "here"
-
-
-_ = (subprocess, urllib.error)
+    ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"))
+    for app_name in ("orphan", BYSTANDER):
+        assert footprint.footprint(app_name)
+        removed = cluster.run("teardown", TeardownSpec(app_name=app_name)).result
+        assert removed is not None
+        assert removed["state"] == "removed"
+        assert not footprint.footprint(app_name)
+    eventually(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])

@@ -1,0 +1,113 @@
+"""The readiness request, against a small real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from airflow_provider_raylm.exceptions import TerminalEndpointError, TransientEndpointError
+from airflow_provider_raylm.ray_serve.probe import ask, error_words, list_models
+
+CHOICE = {"choices": [{"message": {"content": "y"}}]}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each path with the status and body it is told to."""
+
+    replies: dict[str, tuple[int, Any]]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Server)
+        status, body = self.server.replies.get(self.path, (404, {"detail": "Not Found"}))
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_port}/v1"
+
+
+@pytest.mark.parametrize(
+    ("replies", "path"),
+    [
+        ({"/v1/chat/completions": (200, CHOICE)}, "chat/completions"),
+        ({"/v1/chat/completions": (400, {}), "/v1/completions": (200, CHOICE)}, "completions"),
+        ({"/v1/embeddings": (200, {"data": [{"embedding": [0.0]}]})}, "embeddings"),
+    ],
+)
+def test_each_kind_of_model_is_asked_what_it_can_do(server: Server, replies: Any, path: str) -> None:
+    """Chat first; a model without a chat template completes; an embedding model embeds."""
+    server.replies = replies
+    assert ask(url(server), "m", timeout_s=5) == path
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 408])
+def test_a_server_that_is_not_ready_is_asked_again(server: Server, status: int) -> None:
+    """Errors of the server are no verdict about the model."""
+    server.replies = {"/v1/chat/completions": (status, {"error": {"message": "busy"}})}
+    with pytest.raises(TransientEndpointError, match="busy"):
+        ask(url(server), "m", timeout_s=5)
+
+
+def test_a_refusal_of_everything_carries_the_words_about_chat(server: Server) -> None:
+    """When nothing works, the reason is the one a user of the chat endpoint would see."""
+    server.replies = {"/v1/chat/completions": (400, {"error": {"message": "Token id 9 is out of vocabulary"}})}
+    with pytest.raises(TerminalEndpointError, match="Token id 9") as caught:
+        ask(url(server), "m", timeout_s=5)
+    assert caught.value.http_status == 400
+
+
+def test_nobody_there_is_not_ready() -> None:
+    """A refused connection is a start that is not done yet."""
+    with pytest.raises(TransientEndpointError):
+        ask("http://127.0.0.1:9/v1", "m", timeout_s=1)
+
+
+def test_an_empty_answer_is_not_ready(server: Server) -> None:
+    """200 alone proves nothing."""
+    server.replies = {"/v1/chat/completions": (200, {"choices": []})}
+    with pytest.raises(TransientEndpointError, match="without a completion"):
+        ask(url(server), "m", timeout_s=5)
+
+
+def test_models_are_listed(server: Server) -> None:
+    """An application of the user's own says itself what it serves."""
+    server.replies = {"/v1/models": (200, {"data": [{"id": "a"}, {"id": "b"}]})}
+    assert list_models(url(server), timeout_s=5) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error": {"message": "no\\nroom"}}', "no room"),
+        (b'{"detail": "x"}', "{'detail': 'x'}"),
+        (b"<html>", "<html>"),
+    ],
+)
+def test_error_words_are_one_short_line(body: bytes, words: str) -> None:
+    """Whatever the body is, the message stays readable."""
+    assert error_words(body) == words
