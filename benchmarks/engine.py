@@ -1,8 +1,8 @@
 """A continuous-batching engine, step by step, the way vLLM's scheduler works. No clock, no I/O.
 
-One step of the model takes `base + per_seq x decoding + per_prefill x prompt tokens` milliseconds. Running sequences come
-first, then prompts in the order of arrival, in chunks, as far as the token budget, the number of sequences and the KV
-cache allow. When the KV cache is full the sequence admitted last is preempted and computes its tokens again later.
+One step of the model takes `base + per_seq x decoding + per_prefill x prompt tokens` milliseconds. Running sequences
+come first, then prompts in the order of arrival, in chunks, as far as the token budget, the number of sequences and the
+KV cache allow. When the KV cache is full the sequence admitted last is preempted and computes its tokens again later.
 `server.py` runs it in real time behind HTTP, `replay.py` in virtual time.
 """
 

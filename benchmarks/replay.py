@@ -60,6 +60,7 @@ class Job:
     rows: Iterator[tuple[int, int]]
     start_s: float = 0.0
     stop_s: float = float("inf")
+    holds_while_waiting: bool = False
     signals: str = "metrics ttft fit"
     in_flight: int = 0
     done: int = 0
@@ -168,7 +169,7 @@ class Replay:
             job.in_flight += 1
             job.flow.holds(job.in_flight)
             self._at(self.now_s + self.shape.network_s / 2, lambda s=sent: self._arrive(s))
-            free = free - 1 if not self._away else 0
+            free -= 1
 
     @property
     def _away(self) -> bool:
@@ -216,25 +217,36 @@ class Replay:
 
     def _ended(self, sent: _Sent, outcome: Outcome) -> None:
         job = sent.job
-        job.in_flight -= 1
-        if outcome == "success":
+        success = outcome == "success"
+        if success:
             job.done += 1
             job.tokens += sent.row[1]
         else:
-            job.retries.append(sent.row)
+            again_s = self.now_s + (self.shape.retry_after_s or 0.0) + self._rng.random()
+            self._at(again_s, lambda: self._again(job, sent.row))
+        if success or not job.holds_while_waiting:
+            job.in_flight -= 1
+        fit = success and "fit" in job.signals
         sample = Sample(
             sent_s=sent.sent_s,
             done_s=self.now_s,
             outcome=outcome,
-            prompt_tokens=sent.row[0] if outcome == "success" and "fit" in job.signals else 0,
-            completion_tokens=sent.row[1] if outcome == "success" and "fit" in job.signals else 0,
-            ttft_s=sent.first_s - sent.sent_s if sent.stream and sent.first_s is not None else None,
+            prompt_tokens=sent.row[0] if fit else 0,
+            completion_tokens=sent.row[1] if fit else 0,
+            ttft_s=sent.first_s - sent.sent_s if success and sent.stream and sent.first_s is not None else None,
+            retry_after_s=self.shape.retry_after_s if outcome == "dropped" else None,
         )
-        tally = Tally()
+        tally = Tally(rows=int(success))
         tally.add(sample)
-        tally.rows = int(outcome == "success")
         job.flow.holds(job.in_flight)
-        job.flow.add(self.now_s, tally, [sample], self.shape.retry_after_s or 0.0)
+        job.flow.add(self.now_s, tally, [sample], sample.retry_after_s or 0.0)
+        self._fill(job)
+
+    def _again(self, job: Job, row: tuple[int, int]) -> None:
+        job.retries.append(row)
+        if job.holds_while_waiting:
+            job.in_flight -= 1
+            job.flow.holds(job.in_flight)
         self._fill(job)
 
     def _interactive(self) -> None:
@@ -248,8 +260,8 @@ class Replay:
         self._in_service = replicas
         for engine in gone:
             for request in [*engine.waiting, *engine.running]:
-                engine.cancel(request)
-                if not request.cancelled or True:
+                if not request.cancelled:
+                    engine.cancel(request)
                     if not isinstance(request.owner, float):
                         self._later(request.owner, "unreachable")
             engine.waiting.clear()
@@ -262,4 +274,4 @@ def job(mix: Mix, *, seed: int = 0, start_s: float = 0.0, signals: str = "metric
 
 def fixed(mix: Mix, limit: int, *, seed: int = 0) -> Job:
     """A job with a fixed limit."""
-    return Job(Fixed(limit), mix.rows(seed))
+    return Job(Fixed(limit), mix.rows(seed), holds_while_waiting=True)

@@ -37,6 +37,8 @@ UNSTREAMED_ROWS = 512
 BLIND_ROWS = 128
 BLIND_S = 60.0
 """Rows, and seconds without a waiting share, after which throughput is the only thing left to go by."""
+RAMP_S = 2.0
+"""Seconds in which a server that turned requests away is filled again."""
 LAGGING_S = 0.5
 """Lag of the client's event loop above which more requests in flight cannot help."""
 
@@ -103,8 +105,11 @@ class Flow:
     _share_s: float = -math.inf
     _load: Load | None = None
     _load_s: float = -math.inf
+    _running: float = math.inf
     _load_is_new: bool = False
     _pause_until_s: float = -math.inf
+    _refused_s: float = -math.inf
+    _refused_at: int = 0
     _dropped: int = 0
     _peak: int = 0
     _in_flight: int = 0
@@ -141,6 +146,7 @@ class Flow:
         self._dropped += counted.dropped
         if counted.dropped:
             self._pause_until_s = max(self._pause_until_s, now_s + retry_after_s)
+            self._refused_s, self._refused_at = now_s, self._in_flight
         if self._breaker.record(
             now_s,
             answered=counted.success + counted.ignore,
@@ -166,7 +172,12 @@ class Flow:
             return 0
         if self._breaker.is_open:
             return int(self._breaker.take_probe(now_s))
-        return max(0, self.limit - self._in_flight)
+        return max(0, min(self.limit, self._ramp(now_s)) - self._in_flight)
+
+    def _ramp(self, now_s: float) -> int:
+        """After a refusal the server is filled again little by little: a rush would be turned away too."""
+        done = (now_s - max(self._refused_s, self._pause_until_s)) / RAMP_S
+        return self.limit if done >= 1 else int(self._refused_at + done * max(0, self.limit - self._refused_at))
 
     def stalled(self, now_s: float) -> bool:
         """True when the endpoint has let nothing through for the whole stall limit."""
@@ -246,16 +257,19 @@ class Flow:
     def _window(self, now_s: float) -> Window:
         successes = [s for s in self._samples if s.outcome == "success"]
         recent = _lately(now_s, successes, 2.0, 16)
+        latency_s = statistics.fmean(s.done_s - s.sent_s for s in recent) if recent else 0.0
         overhead_s = OVERHEAD_S + self.network_s + self.loop_lag_s
         share: float | None = None
-        basis, blind = recent, False
+        basis, blind, settled = recent, False, False
         if self._load is not None and now_s - self._load_s <= FRESH_S:
             if self._load_is_new:
                 share, self.signal = self._load.waiting_share, "metrics"
+                settled = self._load.running <= 1.02 * self._running + 1
+                self._running = self._load.running
         else:
-            probes = _lately(now_s, [s for s in successes if s.ttft_s is not None], 2.0, MIN_PROBES)
+            probes = sorted((s for s in successes if s.ttft_s is not None), key=lambda s: s.sent_s)[-2 * MIN_PROBES :]
             rows = _lately(now_s, successes, 2.0, 2 * MIN_FIT_ROWS)
-            if (share := share_from_probes(probes, overhead_s=overhead_s)) is not None:
+            if (share := share_from_probes(probes, latency_s=latency_s, overhead_s=overhead_s)) is not None:
                 basis, self.signal = probes, "ttft"
             elif (share := share_from_fit(rows, overhead_s=overhead_s)) is not None:
                 basis, self.signal = rows, "fit"
@@ -267,11 +281,12 @@ class Flow:
             now_s=now_s,
             share=share,
             blind=blind,
+            settled=settled,
             instant=self.signal == "metrics",
             sent_s=statistics.median(s.sent_s for s in basis) if basis else None,
             used=0.0 if self.loop_lag_s > LAGGING_S else self._peak / max(1, self.limit),
             dropped=self._dropped,
-            latency_s=statistics.fmean(s.done_s - s.sent_s for s in recent) if recent else None,
+            latency_s=latency_s,
             work_per_s=self._tokens_per_s or self._rows_per_s,
         )
 

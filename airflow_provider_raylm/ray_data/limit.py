@@ -19,6 +19,9 @@ ALPHA: dict[Priority, float] = {"low": 4.0, "normal": 16.0, "high": 64.0}
 FIRST_LIMIT = 256
 MAX_LIMIT = 8192.0
 QUIET_WINDOWS = 3
+"""Windows that must look the same before they are believed."""
+SETTLE_S = 1.0
+"""Requests sent within this time after a change met each other, not the queue that the change leaves."""
 QUEUE_S = 1.0
 """Wait in the server's queue above which a job keeps fewer requests waiting."""
 MIN_ALPHA_SHARE = 0.125
@@ -32,22 +35,24 @@ class Window:
         now_s: The clock, in seconds; the same clock as `sent_s`.
         share: Waiting share in 0..1, `None` when there is nothing new.
         blind: No source can tell, and none is expected to.
+        settled: No more requests run than a window ago, so those that wait do not just await their first step.
         instant: `share` shows the server as it is now (its metrics), not as the ended requests met it.
         sent_s: Median time at which the requests that ended lately had been sent; `None` when none ended.
         used: Largest number in flight over the limit.
         dropped: Requests the server turned away (429, 503).
-        latency_s: Mean latency of the requests that ended lately; `None` when none ended.
+        latency_s: Mean latency of the requests that ended lately; 0 when none ended.
         work_per_s: Tokens (rows where there are none) finished per second.
     """
 
     now_s: float
     share: float | None = None
     blind: bool = False
+    settled: bool = False
     instant: bool = False
     sent_s: float | None = None
     used: float = 1.0
     dropped: int = 0
-    latency_s: float | None = None
+    latency_s: float = 0.0
     work_per_s: float = 0.0
 
 
@@ -55,13 +60,13 @@ class Window:
 class Plateau:
     """Search for the smallest limit that gives the best throughput, for servers that show nothing else.
 
-    Steps up while throughput may still rise, and looks two steps past the best one, because servers have dips (a batch
+    Steps up while throughput may still rise, and looks three steps, a factor of four, past the best one, because servers have dips (a batch
     above the captured CUDA graphs is slower than one below, and a much larger one faster again). Then it stays, and
     looks again after `REST_WINDOWS` flights.
     """
 
     STEP = 1.6
-    PATIENCE = 2
+    PATIENCE = 3
     ENOUGH = 0.97
     REST_FLIGHTS = 30
 
@@ -105,6 +110,7 @@ class Limit:
     _cut_s: float = field(init=False)
     _grown_s: float = field(init=False)
     _quiet: int = 0
+    _held: int = 0
     _ceiling: float = field(default=float("inf"))
     _plateau: Plateau = field(default_factory=Plateau)
 
@@ -114,7 +120,7 @@ class Limit:
     def step(self, window: Window) -> float:
         """Take one window into account and return the new limit."""
         sent_s = window.sent_s
-        flown = sent_s is not None and sent_s >= max(self._cut_s, self._grown_s)
+        flown = sent_s is not None and sent_s >= max(self._cut_s, self._grown_s) + SETTLE_S
         if window.dropped:
             if sent_s is None or sent_s >= self._cut_s:
                 self._ceiling = self.value
@@ -143,7 +149,8 @@ class Limit:
                 if window.used >= 0.8:
                     self._set(2 * self.value, window.now_s, "no queue yet: doubled")
                 return
-            if not flown:  # prompts that were sent together wait for each other for a moment
+            self._held = self._held + 1 if window.settled else 0
+            if not flown and self._held < QUIET_WINDOWS:  # prompts that were sent together wait for each other
                 return
             self.slow_start = False
             if queued > alpha:
@@ -156,9 +163,9 @@ class Limit:
                 self._set(self.value + change, window.now_s, "more waiting than wanted")
         elif window.used >= 0.8:
             if self.value >= 0.9 * self._ceiling:
-                self._ceiling *= 1.005  # the server may have grown since it turned requests away
-                self._set(min(self.value + min(change, 1.0), self._ceiling), window.now_s, "near the last refusal")
-            elif self._quiet >= QUIET_WINDOWS:
+                self._set(self.value + min(change, max(1.0, 0.02 * self.value)), window.now_s, "near the last refusal")
+                self._ceiling = max(self._ceiling, self.value)
+            elif self._quiet >= (QUIET_WINDOWS if window.instant else 1):
                 self._set(1.25 * self.value, window.now_s, "no queue for a while")
             else:
                 self._set(self.value + change, window.now_s, "fewer waiting than wanted")
@@ -168,7 +175,7 @@ class Limit:
 
         The wait is the same for all jobs, so their shares stay equal.
         """
-        wait_s = share * (window.latency_s or 0.0)
+        wait_s = share * window.latency_s
         return self.alpha * max(MIN_ALPHA_SHARE, min(1.0, (QUEUE_S / wait_s) ** 2 if wait_s > 0 else 1.0))
 
     def _search(self, window: Window, flown: bool) -> None:

@@ -85,22 +85,26 @@ def plausible(load: Load, *, in_flight: float, in_network: float) -> bool:
     return load.waiting + load.running >= 0.7 * (in_flight - in_network) - 2
 
 
-def share_from_probes(samples: Sequence[Sample], *, overhead_s: float = OVERHEAD_S) -> float | None:
+def share_from_probes(samples: Sequence[Sample], *, latency_s: float, overhead_s: float = OVERHEAD_S) -> float | None:
     """Waiting share from streamed rows: time before the first token that steps of the model do not explain.
 
-    By Little's law the time waited over the time spent is the share of requests that wait.
+    By Little's law the time waited over the time spent is the share of requests that wait. The two come from different
+    rows, so that long rows, which show their wait late, need not be waited for.
+
+    Args:
+        samples: Rows sent lately; those that were streamed count.
+        latency_s: Mean latency of the rows that ended lately.
+        overhead_s: Time of a reply that is neither queue nor model.
     """
-    waited = total = 0.0
-    probes = 0
+    waits = []
     for s in samples:
         if s.ttft_s is None or s.outcome != "success":
             continue
-        latency = s.done_s - s.sent_s
-        step = (latency - s.ttft_s) / (s.completion_tokens - 1) if s.completion_tokens > 1 else 0.0
-        waited += max(0.0, s.ttft_s - PREFILL_STEPS * step - overhead_s)
-        total += latency
-        probes += 1
-    return min(1.0, waited / total) if probes >= MIN_PROBES and total > 0 else None
+        step = (s.done_s - s.sent_s - s.ttft_s) / (s.completion_tokens - 1) if s.completion_tokens > 1 else 0.0
+        waits.append(max(0.0, s.ttft_s - PREFILL_STEPS * step - overhead_s))
+    if len(waits) < MIN_PROBES or latency_s <= 0:
+        return None
+    return min(1.0, statistics.fmean(waits) / latency_s)
 
 
 def share_from_fit(samples: Sequence[Sample], *, overhead_s: float = OVERHEAD_S) -> float | None:
@@ -118,8 +122,9 @@ def share_from_fit(samples: Sequence[Sample], *, overhead_s: float = OVERHEAD_S)
         return None
     prompt = [float(s.prompt_tokens) for s in rows]
     with_prompt = statistics.pstdev(prompt) >= 0.1 * max(1.0, statistics.fmean(prompt))
-    columns = [[1.0] * len(rows), out, *([prompt] if with_prompt else [])]
-    coefficients = _huber(columns, y)
+    # in parts of the latency: long rows vary more, and the wait is best seen in short ones
+    columns = [[v / t for v, t in zip(c, y, strict=True)] for c in ([1.0] * len(rows), out, *([prompt] * with_prompt))]
+    coefficients = _huber(columns, [1.0] * len(rows))
     if coefficients is None or coefficients[1] < 0:
         return None
     waited = coefficients[0] - PREFILL_STEPS * coefficients[1] - overhead_s

@@ -1,0 +1,141 @@
+"""Flow control as a whole, replayed against simulated engines in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from airflow_provider_raylm.ray_data.contracts import Sample
+from airflow_provider_raylm.ray_data.flow import Flow, Tally
+from airflow_provider_raylm.ray_data.signals import Load
+from benchmarks.engine import Engine, Request, Shape
+from benchmarks.replay import Replay, fixed, job
+from benchmarks.workload import Mix
+
+ANSWERS = Mix(name="answers", prompt_tokens=128, completion_tokens=170, spread=0.5)
+SMALL = Shape(name="64 sequences", max_num_seqs=64)
+
+
+def tally(**kwargs: int) -> Tally:
+    return Tally(**kwargs)
+
+
+@pytest.mark.parametrize("signals", ["metrics ttft fit", "ttft fit", "fit", ""])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SMALL,
+        Shape(name="16 sequences", max_num_seqs=16),
+        Shape(name="KV-bound", kv_tokens=20_000),
+        Shape(name="two replicas, one shown", max_num_seqs=64, replicas=2, metrics="one"),
+        Shape(name="turns away", max_num_seqs=64, reject_above=32, retry_after_s=1.0),
+        Shape(name="hangs up", max_num_seqs=64, hangup=0.02),
+    ],
+    ids=lambda s: s.name,
+)
+def test_fills_the_server_whatever_it_shows(shape: Shape, signals: str) -> None:
+    """From its defaults, at least 95 % of what a limit far above the capacity gets."""
+    most = Replay(shape, [fixed(ANSWERS, 300 if shape.reject_above is None else 90)]).run(61).tokens_per_s(20, 60)
+    assert Replay(shape, [job(ANSWERS, signals=signals)]).run(61).tokens_per_s(20, 60) >= 0.95 * most
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_follows_the_capacity(before: int, after: int) -> None:
+    """Replicas that come or go mid-run are followed within half a minute."""
+    shape = Shape(name="changes", max_num_seqs=64, replicas=before, changes=((40.0, after),))
+    one = job(ANSWERS)
+    replay = Replay(shape, [one]).run(81)
+    assert one.trace[35]["limit"] == pytest.approx(64 * before + 16, rel=0.15)
+    assert one.trace[75]["limit"] == pytest.approx(64 * after + 16, rel=0.15)
+    assert replay.tokens_per_s(70, 80) == pytest.approx(replay.tokens_per_s(25, 38) * after / before, rel=0.05)
+
+
+def test_late_comers_get_an_equal_share() -> None:
+    """Three jobs that start 20 s apart end with equal throughput (Jain's index)."""
+    jobs = [job(ANSWERS, seed=i, start_s=20.0 * i) for i in range(3)]
+    replay = Replay(Shape(name="256"), jobs).run(100)
+    before = [j.tokens for j in jobs]
+    assert replay.now_s <= 100
+    replay.run(130)
+    got = [j.tokens - b for j, b in zip(jobs, before, strict=True)]
+    assert sum(got) ** 2 / (3 * sum(g * g for g in got)) > 0.98
+
+
+def test_a_job_of_higher_priority_gets_more() -> None:
+    """Priority high keeps four times as many waiting as normal, and gets about as many times the limit."""
+    jobs = [job(ANSWERS, seed=0, priority="high"), job(ANSWERS, seed=1)]
+    Replay(Shape(name="256"), jobs).run(90)
+    assert jobs[0].trace[-1]["limit"] > 2.5 * jobs[1].trace[-1]["limit"]
+
+
+def test_someone_else_hardly_waits() -> None:
+    """An interactive user beside a saturating job waits less than a second longer for a first token."""
+    alone = Replay(Shape(name="256"), [], interactive_per_s=1.0).run(60).waits
+    beside = Replay(Shape(name="256"), [job(ANSWERS)], interactive_per_s=1.0).run(90).waits
+    late = sorted(w for t, w in beside if t > 20)
+    assert late[int(0.95 * len(late))] - sorted(w for _, w in alone)[len(alone) // 2] < 1.0
+
+
+def test_nothing_is_sent_while_the_server_asks_for_a_pause() -> None:
+    """Retry-After is obeyed at once, and afterwards the server is filled little by little."""
+    flow = Flow(0.0, first_limit=100)
+    flow.holds(40)
+    flow.add(10.0, tally(dropped=3), [], retry_after_s=5.0)
+    assert flow.free(10.0) == flow.free(14.9) == 0
+    assert 0 <= flow.free(15.1) < 10
+    assert flow.free(18.0) == flow.limit - 40
+
+
+def test_while_the_endpoint_is_away_only_probes_start() -> None:
+    """Five failures in a row stop everything; one answer starts it again."""
+    flow = Flow(0.0, first_limit=100, stall_timeout_s=60.0)
+    flow.add(10.0, tally(unreachable=5), [])
+    assert flow.away
+    assert flow.status(10.0)["state"] == "away"
+    assert sum(flow.free(10.0 + t / 10) for t in range(70)) == 2
+    assert not flow.stalled(69.0)
+    assert flow.stalled(70.0)
+    flow.add(71.0, tally(success=1), [])
+    assert not flow.away
+    assert flow.free(71.0) > 1
+
+
+def test_a_late_client_does_not_grow() -> None:
+    """When our own event loop lags, more in flight cannot help, and the lag is not taken for a queue."""
+    flow = Flow(0.0, first_limit=100)
+    flow.loop_lag_s = 1.0
+    flow.holds(100)
+    flow.see(0.9, Load(waiting=0, running=100))
+    flow.tick(1.0)
+    assert flow.limit == 100
+
+
+def test_streams_no_probes_where_metrics_tell() -> None:
+    """Probes cost the client; they are asked for only while nothing cheaper tells."""
+    flow = Flow(0.0)
+    assert flow.wants_stream(0.5)
+    flow.see(1.0, Load(waiting=0, running=10))
+    assert not any(flow.wants_stream(2.0) for _ in range(100))
+    assert any(flow.wants_stream(60.0) for _ in range(100))
+
+
+def test_stops_asking_for_probes_that_never_come() -> None:
+    """A server that cannot stream (embeddings) is not asked for ever."""
+    flow = Flow(0.0)
+    flow.add(1.0, tally(success=1000), [Sample(0.0, 1.0, "success")])
+    assert not any(flow.wants_stream(2.0) for _ in range(1000))
+
+
+def test_the_engine_loses_no_row_and_no_token() -> None:
+    """The simulated engine ends every request with all its tokens, preempted or not, and gives all memory back."""
+    engine = Engine(Shape(name="tight", max_num_seqs=32, kv_tokens=3000))
+    asked = [Request(50 + i % 70, 20 + i % 90, owner=i) for i in range(200)]
+    for request in asked:
+        engine.submit(request)
+    done = []
+    while engine.load:
+        done += engine.step()[2]
+    assert engine.preempted > 0
+    assert sorted(r.owner for r in done) == list(range(200))
+    assert all(r.generated == r.completion_tokens for r in done)
+    assert engine.kv_used == 0
+    assert engine.decoding == 0
