@@ -14,6 +14,7 @@
     │   ├── TransientEndpointError    a retry can help; has `retry_after_s`
     │   └── TerminalEndpointError     no retry can help
     ├── ServeError                    an application could not be deployed or removed
+    ├── StorageError                  the object store refused or could not be reached
     ├── OutputError                   the output folder cannot be used as asked
     └── PartialFailureError           more rows failed than the policy allows; has `rows`, `errors`
 

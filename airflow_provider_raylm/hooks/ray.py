@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseHook
+from airflow.sdk.log import mask_secret
 
 from airflow_provider_raylm.exceptions import (
     RayAccessError,
@@ -66,17 +67,14 @@ class RayHook(BaseHook):
     def cluster(self) -> Cluster:
         """The cluster that the connection describes; read once."""
         if self._cluster is None:
-            self._cluster = cluster_from_connection(self.get_connection(self.ray_conn_id))
+            self._cluster = _masked(cluster_from_connection(self.get_connection(self.ray_conn_id)))
         return self._cluster
 
     async def acluster(self) -> Cluster:
         """`cluster` without blocking the event loop."""
         if self._cluster is None:
-            if hasattr(self, "aget_connection"):
-                connection = await self.aget_connection(self.ray_conn_id)
-            else:  # Airflow 3.1
-                connection = await asyncio.to_thread(self.get_connection, self.ray_conn_id)
-            self._cluster = await asyncio.to_thread(cluster_from_connection, connection)
+            connection = await self.aget_connection(self.ray_conn_id)
+            self._cluster = _masked(await asyncio.to_thread(cluster_from_connection, connection))
         return self._cluster
 
     async def client(self) -> RayJobsClient:
@@ -251,6 +249,13 @@ class RayHook(BaseHook):
             return True, f"Ray {loop.run(ask)} answers at {cluster.url}"
         except RaylmError as exc:
             return False, exc.message
+
+
+def _masked(cluster: Cluster) -> Cluster:
+    """Airflow hides the password of a connection in logs, but not what is inside a header."""
+    for value in (*cluster.headers.values(), *cluster.cookies.values()):
+        mask_secret(value)
+    return cluster
 
 
 def cluster_from_connection(connection: Connection) -> Cluster:

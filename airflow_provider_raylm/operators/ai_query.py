@@ -106,7 +106,7 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
         "app_name",
         "lease",
     )
-    template_ext: Sequence[str] = (*RaySubmitJobOperator.template_ext, ".txt", ".md", ".j2")
+    template_ext: Sequence[str] = (".j2", ".md", ".sql")  # not what the name of a data file may end in
     ui_color = "#fff8e1"
 
     def __init__(

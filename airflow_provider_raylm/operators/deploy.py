@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from airflow_provider_raylm.exceptions import SpecError
 from airflow_provider_raylm.operators.ray import RaySubmitJobOperator, required_result
 from airflow_provider_raylm.outcome import Outcome
@@ -47,7 +49,8 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         llm_config: More arguments of `ray.serve.llm.LLMConfig` for this model: `runtime_env`,
             `placement_group_config`, ...
         llm_configs: Instead of the arguments above: arguments of `LLMConfig`, one dict per model.
-        serve_config: Instead of all of them: the content of a `serve_config.yaml`.
+        serve_config: Instead of all of them: the content of a `serve_config.yaml`, or the name of such a file that the
+            DAG's templates are found by.
         route_prefix: Path under the proxy. Default: `/<app_name>`.
         ingress: `ingress_deployment_config` and `ingress_cls_config` of `build_openai_app`.
         http_options: Serve's HTTP options, used only if Serve does not run on the cluster yet.
@@ -75,6 +78,7 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         "http_options",
         "lease",
     )
+    template_ext: Sequence[str] = (".yaml", ".yml", ".json")
     ui_color = "#e8f5e9"
 
     def __init__(
@@ -89,7 +93,7 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         accelerator_type: str | None = None,
         llm_config: dict[str, Any] | None = None,
         llm_configs: Sequence[dict[str, Any]] | None = None,
-        serve_config: dict[str, Any] | None = None,
+        serve_config: dict[str, Any] | str | None = None,
         route_prefix: str | None = None,
         ingress: dict[str, Any] | None = None,
         http_options: dict[str, Any] | None = None,
@@ -122,15 +126,18 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         self._refuse_num_gpus()
 
     def spec(self, context: Context) -> DeploySpec:
+        serve_config = _parsed(self.serve_config)
+        if self.serve_config and serve_config is None:
+            raise SpecError(f"{self.task_id}: serve_config is the content of a serve_config.yaml, got other text")
+        self._refuse_num_gpus()
         configs = self._llm_configs()
-        app_name = self.app_name or _app_name(configs, self.serve_config)
         return DeploySpec(
-            app_name=app_name,
+            app_name=self.app_name or _app_name(configs, serve_config),
             llm_configs=configs,
             route_prefix=self.route_prefix,
             ingress=dict(self.ingress or {}),
             http_options=dict(self.http_options or {}),
-            serve_config=self.serve_config,
+            serve_config=serve_config,
             start_timeout_s=float(self.start_timeout or 1800.0),
             lease=lease_of(self.lease, context),
         )
@@ -147,7 +154,7 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         """Called when the DAG is read, so that the mistake shows at once, and again with rendered values."""
         configs: list[Any] = [{"deployment_config": self.deployment_config}, self.llm_config]
         configs += self.llm_configs if isinstance(self.llm_configs, (list, tuple)) else []
-        for application in _dict(self.serve_config).get("applications") or []:
+        for application in _dict(_parsed(self.serve_config)).get("applications") or []:
             configs += _dict(_dict(application).get("args")).get("llm_configs") or []
         for config in configs:
             if _dict(_dict(_dict(config).get("deployment_config")).get("ray_actor_options")).get("num_gpus"):
@@ -160,7 +167,6 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
                 f"{self.task_id}: exactly one of model_id, llm_configs and serve_config says what to deploy, "
                 f"got {ways or 'none'}"
             )
-        self._refuse_num_gpus()
         if self.serve_config:
             return ()
         if self.llm_configs:
@@ -200,6 +206,17 @@ def lease_of(lease: bool | str | float | Mapping[str, Any] | None, context: Cont
     if isinstance(lease, Mapping) and set(lease) <= {"holder", "ttl_s"}:
         return LeaseSpec(**{"holder": holder, **lease})
     raise SpecError(f"lease is True, a holder, seconds, or a dict of holder and ttl_s; got {lease!r}")
+
+
+def _parsed(serve_config: Any) -> dict[str, Any] | None:
+    """The content of a serve config: a rendered YAML file is still text, one that is not rendered yet only a name."""
+    if not isinstance(serve_config, str):
+        return serve_config or None
+    try:
+        parsed = yaml.safe_load(serve_config)
+    except yaml.YAMLError as exc:
+        raise SpecError(f"serve_config is not YAML: {exc}") from exc
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _app_name(configs: Sequence[Mapping[str, Any]], serve_config: Mapping[str, Any] | None) -> str:

@@ -90,7 +90,6 @@ class RaySubmitJobOperator(BaseOperator):
         "submission_id",
         "ray_conn_id",
     )
-    template_ext: Sequence[str] = (".json", ".yaml", ".yml", ".sql")
     template_fields_renderers = {"entrypoint": "bash", "runtime_env": "json", "metadata": "json"}  # noqa: RUF012
     operator_extra_links = (RayJobLink(),)
     ui_color = "#e3f2fd"
@@ -221,12 +220,13 @@ class RaySubmitJobOperator(BaseOperator):
             conf.get("api", "base_url", fallback=""), ti.dag_id, ti.task_id, ti.run_id, _map_index(ti)
         )
         record = self._record(context)
+        earlier = self._earlier(stem, record)
         choice = choose(
             stem,
-            self._earlier(stem, record),
+            earlier,
             fingerprint=fingerprint,
             try_number=ti.try_number,
-            reported=_reported(ti, self.retries or 0, record),
+            reported=_reported(ti, self.retries or 0, record, earlier),
             reuse=self.reuse_succeeded,
         )
         self._ti, self._job_id = ti, choice.submission_id
@@ -239,7 +239,10 @@ class RaySubmitJobOperator(BaseOperator):
         else:
             if isinstance(choice, Supersede):
                 self.log.warning("Ray job %s of an earlier attempt has another input: cancelling", choice.running_id)
-                self.log.info("%s", self.hook.cancel(choice.running_id))
+                became = self.hook.cancel(choice.running_id)
+                if (old := self._ask(choice.running_id)) is not None and not old.ended:
+                    raise RayJobError(f"{became} No second job is started beside it.", submission_id=choice.running_id)
+                self.log.info("%s", became)
             self._submit(choice, spec, env, self._labels(ti, fingerprint))
         self._remember(context, {"submission_id": choice.submission_id, "fingerprint": fingerprint, "reported": False})
         return isinstance(choice, Attach)
@@ -281,8 +284,7 @@ class RaySubmitJobOperator(BaseOperator):
     def _fingerprint(self, spec: Any, env: dict[str, Any]) -> str:
         what = {
             "entrypoint": self.entrypoint,
-            "runtime_env": env,
-            "local_files": _local_files(env),
+            "runtime_env": {**env, **_local_files(env)},
             "requested": self._requested(),
             "spec": None if spec is None else _without_secrets(dataclasses.asdict(spec)),
             "code": None if spec is None else job_package.code_version(),
@@ -376,10 +378,12 @@ def required_result(outcome: Outcome) -> dict[str, Any]:
     return outcome.result
 
 
-def _reported(ti: Any, retries: int, record: dict[str, Any]) -> bool:
+def _reported(ti: Any, retries: int, record: dict[str, Any], earlier: Sequence[JobInfo | None]) -> bool:
+    """Whether the last of the earlier jobs was handed on as this task's result."""
+    last = next((job.submission_id for job in reversed(earlier) if job is not None), None)
     if record:
-        return bool(record.get("reported"))
-    return bool(getattr(ti, "max_tries", retries) != retries)  # clearing a task raises its max_tries
+        return bool(record.get("reported")) and record.get("submission_id") == last
+    return bool(getattr(ti, "max_tries", retries) != retries)  # nothing recorded; clearing a task raises its max_tries
 
 
 def _map_index(ti: Any) -> int:
@@ -395,13 +399,24 @@ def _without_secrets(value: Any) -> Any:
     return value
 
 
-def _local_files(env: dict[str, Any]) -> dict[str, str]:
-    """Hash of every local file that `runtime_env` would upload: its content is part of the input."""
-    named = [env.get("working_dir"), *(env.get("py_modules") or [])]
-    roots = [Path(path) for path in named if isinstance(path, str) and "://" not in path]
-    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
+def _local_files(env: dict[str, Any]) -> dict[str, Any]:
+    """`working_dir` and `py_modules` of `env` with local paths replaced by what is there: only content is input.
+
+    The path of the same folder differs between workers, and so do hidden files (`.git`) and `__pycache__`.
+    """
+    named = {key: env[key] for key in ("working_dir", "py_modules") if env.get(key)}
     return {
-        str(file): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in files
-        if file.is_file() and "__pycache__" not in file.parts
+        key: [_content(path) for path in value] if isinstance(value, list) else _content(value)
+        for key, value in named.items()
     }
+
+
+def _content(path: Any) -> Any:
+    if not isinstance(path, str) or "://" in path:
+        return path
+    root, digest = Path(path), hashlib.sha256()
+    for file in [root] if root.is_file() else sorted(root.rglob("*")):
+        inside = file.relative_to(root).parts
+        if file.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in inside):
+            digest.update("/".join(inside).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
