@@ -111,9 +111,6 @@ class Replay:
         self._in_service = self.shape.replicas
         most = max([self.shape.replicas, *(n for _, n in self.shape.changes)])
         self._engines = [Engine(self.shape) for _ in range(most)]
-
-    def run(self, until_s: float) -> Replay:
-        """Run from 0 to `until_s`."""
         for at, replicas in self.shape.changes:
             self._at(at, lambda n=replicas: self._change(n))
         for job in self.jobs:
@@ -121,6 +118,9 @@ class Replay:
         self._at(0.0, self._second)
         if self.interactive_per_s:
             self._at(0.0, self._interactive)
+
+    def run(self, until_s: float) -> Replay:
+        """Run on to `until_s`."""
         while self._events and self._events[0][0] <= until_s:
             self.now_s, _, event = heapq.heappop(self._events)
             event()

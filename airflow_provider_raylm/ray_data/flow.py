@@ -169,6 +169,7 @@ class Flow:
     def free(self, now_s: float) -> int:
         """How many more requests may start now. While the endpoint is away: one, when a probe is due."""
         if now_s < self._pause_until_s:
+            self._refused_at = self._in_flight
             return 0
         if self._breaker.is_open:
             return int(self._breaker.take_probe(now_s))

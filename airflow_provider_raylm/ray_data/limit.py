@@ -60,9 +60,9 @@ class Window:
 class Plateau:
     """Search for the smallest limit that gives the best throughput, for servers that show nothing else.
 
-    Steps up while throughput may still rise, and looks three steps, a factor of four, past the best one, because servers have dips (a batch
-    above the captured CUDA graphs is slower than one below, and a much larger one faster again). Then it stays, and
-    looks again after `REST_WINDOWS` flights.
+    Steps up while throughput may still rise, and looks three steps, a factor of four, past the best one, because
+    servers have dips (a batch above the captured CUDA graphs is slower than one below, and a much larger one faster
+    again). Then it stays, and looks again after `REST_FLIGHTS` flights.
     """
 
     STEP = 1.6
@@ -163,7 +163,8 @@ class Limit:
                 self._set(self.value + change, window.now_s, "more waiting than wanted")
         elif window.used >= 0.8:
             if self.value >= 0.9 * self._ceiling:
-                self._set(self.value + min(change, max(1.0, 0.02 * self.value)), window.now_s, "near the last refusal")
+                careful = 0.02 * self.value if self._quiet >= QUIET_WINDOWS else 0.5
+                self._set(self.value + min(change, careful), window.now_s, "near the last refusal")
                 self._ceiling = max(self._ceiling, self.value)
             elif self._quiet >= (QUIET_WINDOWS if window.instant else 1):
                 self._set(1.25 * self.value, window.now_s, "no queue for a while")
