@@ -133,12 +133,14 @@ def _can_surge(deployment: Any) -> bool:
 
 
 def _from_llm_configs(spec: DeploySpec, packages: tuple[str, ...]) -> App:
-    from ray.serve.llm import LLMConfig, build_openai_app
-
-    known = set(LLMConfig.model_fields)
     try:
+        from ray.serve.llm import LLMConfig, build_openai_app
+
+        known = set(LLMConfig.model_fields)
         configs = [LLMConfig(**llm_config_kwargs(raw, known)) for raw in spec.llm_configs]
         application = build_openai_app({"llm_configs": configs, **spec.ingress})
+    except ImportError as exc:
+        raise SpecError(f"the head node cannot import Ray Serve LLM ({exc}); its image needs ray[llm]") from exc
     except ValueError as exc:
         raise SpecError(f"application {spec.app_name!r}: {_one_line(exc)}") from exc
     built = _built(application, name=spec.app_name, route_prefix=route_of(spec))

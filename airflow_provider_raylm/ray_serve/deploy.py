@@ -9,6 +9,7 @@ What must stay true:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -35,6 +36,9 @@ POLL_S = 1.0
 ANSWER_TIMEOUT_S = 60.0
 NO_OP_TIMEOUT_S = 20.0
 REMOVAL_TIMEOUT_S = 180.0
+HTTP_UNKNOWN, HTTP_BROKEN = 404, 500
+BROKEN_LIMIT = 5
+"""Answers 500 in a row after which a model that is up counts as broken; its engine may die over the first of them."""
 ROUTES_HINT = "/-/routes"
 """In the 404 of a proxy that does not know the route yet, and not in an application's own 404."""
 DEFAULT_HTTP = {"host": "0.0.0.0", "port": 8000}  # noqa: S104 # other nodes must reach it
@@ -86,6 +90,8 @@ class _Deploy:
         self._app: apps.App
         self._heartbeat_s = 0.0
         self._handed_over = False
+        self._last_status = ""
+        self._broken = 0
 
     def run(self) -> DeployResult:
         """Take the application's turn, deploy, wait for the answers, and say what runs."""
@@ -227,7 +233,11 @@ class _Deploy:
         say(f"{'updating' if update else 'deploying'} {self._spec.app_name!r} at {app.route_prefix}")
         self._before = diagnosis.replica_ids(self._spec.app_name)
         self._handed_over = True
-        serve.deploy_applications([app.built], wait_for_applications_running=False)
+        try:
+            serve.deploy_applications([app.built], wait_for_applications_running=False)
+        except Exception as exc:
+            words = diagnosis.root_cause(str(exc)) or str(exc).strip().splitlines()[-1]
+            raise ServeError(f"Serve did not take application {self._spec.app_name!r}: {words}") from exc
         return serve_state.base_urls(serve, app.route_prefix)[0]
 
     def _await_answers(self, serve: Any, base_url: str) -> tuple[str, ...]:
@@ -272,15 +282,27 @@ class _Deploy:
         if asking is None:
             asking = _Question(base_url, model)
         if not asking.done:
-            return asking, f"an answer of {model!r}"
+            return asking, f"an answer of {model!r}{self._last_status}"
         exc = asking.error
-        if isinstance(exc, TerminalEndpointError) and exc.http_status != 404:
-            raise ServeError(self._why(f"model {model!r} refuses the readiness request: {exc}")) from exc
-        if exc is not None:  # 404: the proxy or the ingress does not know it yet
-            return None, f"an answer of {model!r} ({exc})"
+        if exc is not None:
+            self._judge(model, exc)
+            return None, f"an answer of {model!r}{self._last_status}"
         answered.append(model)
         say(f"{time.monotonic() - self._started:.1f} s: {model!r} answered at {base_url}/{asking.path}")
         return None, "the next model"
+
+    def _judge(self, model: str, exc: EndpointError) -> None:
+        """Whether an error in place of an answer is final.
+
+        Raises:
+            ServeError: The model refuses the request, or its engine breaks over it again and again.
+        """
+        status = exc.http_status
+        self._last_status = f" (HTTP {status})" if status else ""
+        self._broken = self._broken + 1 if status == HTTP_BROKEN else 0
+        # 404: the proxy or the ingress does not know it yet
+        if (isinstance(exc, TerminalEndpointError) and status != HTTP_UNKNOWN) or self._broken >= BROKEN_LIMIT:
+            raise ServeError(self._why(f"model {model!r} does not answer the readiness request: {exc}")) from exc
 
     def _models(self, serve: Any) -> tuple[str, ...]:
         if self._app.models:
@@ -289,7 +311,7 @@ class _Deploy:
         try:
             return probe.list_models(base_url, timeout_s=ANSWER_TIMEOUT_S)
         except EndpointError as exc:
-            if exc.http_status == 404 and ROUTES_HINT not in str(exc):
+            if exc.http_status == HTTP_UNKNOWN and ROUTES_HINT not in str(exc):
                 raise ServeError(
                     self._why(f"{base_url}/models does not exist: the application is no OpenAI endpoint")
                 ) from exc
@@ -352,7 +374,8 @@ class _Deploy:
         if former is None:
             say("failed: removing what was started")
             footprint.remove_app(self._spec.app_name, timeout_s=REMOVAL_TIMEOUT_S, say=say)
-            ray.get(handle.forget.remote())
+            with contextlib.suppress(ray.exceptions.RayActorError):  # it may have removed the application first
+                ray.get(handle.forget.remote())
             keeper.end_keeper(self._spec.app_name)
 
     def _restore(self, former: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ class Keeper:
         threading.Thread(target=self._loop, name="raylm-keeper", daemon=True).start()
 
     def begin(self, fingerprint: str, deployer: str, holder: str | None, ttl_s: float, pins: tuple[str, ...]) -> Answer:
+        """See `Ledger.begin`. `pins`: uploaded packages that the application needs."""
         with self._changing() as ledger:
             answer = ledger.begin(fingerprint, deployer, holder, ttl_s, time.time())
             if answer == "deploy":
@@ -47,12 +48,14 @@ class Keeper:
             return answer
 
     def heartbeat(self, deployer: str, holder: str | None) -> bool:
+        """See `Ledger.heartbeat`."""
         with self._changing() as ledger:
             return ledger.heartbeat(deployer, holder, time.time())
 
     def finish(
         self, deployer: str, fingerprint: str, spec: dict[str, Any], result: dict[str, Any], pins: tuple[str, ...]
     ) -> tuple[str, ...]:
+        """See `Ledger.finish`. Returns the holders."""
         with self._changing() as ledger:
             now = time.time()
             ledger.finish(deployer, fingerprint, spec, result, now)
@@ -60,10 +63,12 @@ class Keeper:
             return ledger.holders(now)
 
     def abandon(self, deployer: str, holder: str | None) -> None:
+        """See `Ledger.abandon`."""
         with self._changing() as ledger:
             ledger.abandon(deployer, holder, time.time())
 
     def renew(self, holder: str, ttl_s: float) -> bool:
+        """See `Ledger.renew`."""
         with self._changing() as ledger:
             return ledger.renew(holder, ttl_s, time.time())
 

@@ -95,7 +95,7 @@ class Ledger:
         if holder is not None:
             self.leases.pop(holder, None)
         if self.ready_s is None:
-            self.closing_s = now
+            self.closing_s = now - CLOSING_GRACE_S  # at once: a job that is being stopped may not get to clean up
 
     def renew(self, holder: str, ttl_s: float, now: float) -> bool:
         """Hold on for `ttl_s` from now. False when the application is being removed."""

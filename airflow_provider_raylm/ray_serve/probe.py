@@ -57,6 +57,21 @@ def list_models(base_url: str, *, timeout_s: float) -> tuple[str, ...]:
     return tuple(card["id"] for card in reply.get("data", ()))
 
 
+def mounted_at(origin: str, root_path: str, *, timeout_s: float) -> str:
+    """Path under which a proxy of the cluster takes requests: `root_path`, or nothing.
+
+    Older Serve versions answer under their `root_path`; later ones expect that a gateway has taken it off.
+    """
+    root_path = root_path.rstrip("/")
+    if not root_path:
+        return ""
+    try:
+        with _opener().open(f"{origin}{root_path}/-/healthz", timeout=timeout_s):
+            return root_path
+    except OSError:
+        return ""
+
+
 def _post(url: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     request = urllib.request.Request(  # noqa: S310 # http by construction
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -65,12 +80,8 @@ def _post(url: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
 
 
 def _exchange(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
-    # a proxy of the environment is for the internet, not for the cluster's own nodes
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=ssl.create_default_context())
-    )
     try:
-        with opener.open(request, timeout=timeout_s) as response:
+        with _opener().open(request, timeout=timeout_s) as response:
             reply: dict[str, Any] = json.loads(response.read())
             return reply
     except urllib.error.HTTPError as exc:
@@ -79,6 +90,13 @@ def _exchange(request: urllib.request.Request, timeout_s: float) -> dict[str, An
         raise kind(f"{request.full_url} answered {exc.code}: {words}", http_status=exc.code) from exc
     except (OSError, ValueError) as exc:  # refused, reset, timed out, or not JSON
         raise TransientEndpointError(f"{request.full_url} did not answer: {exc}") from exc
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    # a proxy of the environment is for the internet, not for the cluster's own nodes
+    return urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=ssl.create_default_context())
+    )
 
 
 def error_words(body: bytes) -> str:

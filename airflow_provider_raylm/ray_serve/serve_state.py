@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 from airflow_provider_raylm.exceptions import ServeError
+from airflow_provider_raylm.ray_serve import probe
 
+ROOT_TIMEOUT_S = 10.0
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 ANY_HOSTS = ("0.0.0.0", "::", "")  # noqa: S104 # compared with, never bound to
 
@@ -40,7 +42,7 @@ def base_urls(serve: Any, route_prefix: str) -> tuple[str, ...]:
 
     http = serve.http_config
     head_ip = ray.get_runtime_context().gcs_address.rsplit(":", 1)[0]
-    return urls_of(
+    urls = urls_of(
         host=http.host,
         port=http.port,
         scheme="https" if getattr(http, "ssl_certfile", None) else "http",
@@ -49,6 +51,9 @@ def base_urls(serve: Any, route_prefix: str) -> tuple[str, ...]:
         head_ip=head_ip,
         route_prefix=route_prefix,
     )
+    origins = ["/".join(url.split("/")[:3]) for url in urls]
+    root = probe.mounted_at(origins[0], getattr(http, "root_path", "") or "", timeout_s=ROOT_TIMEOUT_S)
+    return tuple(f"{origin}{root}{url[len(origin) :]}" for origin, url in zip(origins, urls, strict=True))
 
 
 def urls_of(

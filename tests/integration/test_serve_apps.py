@@ -253,6 +253,16 @@ def test_failed_start_says_why_and_leaves_nothing(cluster: Cluster, port: int, c
 
 
 @shared
+def test_stopped_deploy_leaves_nothing(cluster: Cluster, port: int) -> None:
+    """A deploy job that is cancelled half-way is cleaned up after, though it has no time for it itself."""
+    job, _ = cluster.start("deploy", echo("stopped", port, delay_s=600.0), working_dir=ECHO_DIR)
+    eventually(lambda: bool(footprint.footprint("stopped")))
+    cluster.jobs.stop_job(job)
+    eventually(lambda: not footprint.footprint("stopped"), timeout_s=120)
+    eventually(lambda: "stopped" not in keeper.kept_apps())
+
+
+@shared
 def test_foreign_applications_are_neither_taken_over_nor_shadowed(cluster: Cluster, port: int) -> None:
     """The name and the route of somebody else's application are refused before anything is started."""
     name = cluster.run("deploy", echo(BYSTANDER, port), working_dir=ECHO_DIR)

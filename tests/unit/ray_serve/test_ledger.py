@@ -93,7 +93,7 @@ def test_failed_first_deploy_closes_and_failed_update_does_not() -> None:
     first = Ledger("app", T0)
     first.begin("f1", "d1", "run1", 100, T0)
     first.abandon("d1", "run1", T0 + 1)
-    assert first.closing_s == T0 + 1
+    assert first.overdue(T0 + 1)
     update = deployed("run1")
     update.begin("f2", "d2", "run2", 100, T0 + 1)
     update.abandon("d2", "run2", T0 + 2)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from airflow_provider_raylm.exceptions import TerminalEndpointError, TransientEndpointError
-from airflow_provider_raylm.ray_serve.probe import ask, error_words, list_models
+from airflow_provider_raylm.ray_serve.probe import ask, error_words, list_models, mounted_at
 
 CHOICE = {"choices": [{"message": {"content": "y"}}]}
 
@@ -111,3 +111,15 @@ def test_models_are_listed(server: Server) -> None:
 def test_error_words_are_one_short_line(body: bytes, words: str) -> None:
     """Whatever the body is, the message stays readable."""
     assert error_words(body) == words
+
+
+@pytest.mark.parametrize(
+    ("answers_at", "root_path", "mounted"),
+    [("/root/-/healthz", "/root/", "/root"), ("/-/healthz", "/root", ""), ("/-/healthz", "", "")],
+)
+def test_root_path_is_part_of_the_url_where_the_proxy_takes_it(
+    server: Server, answers_at: str, root_path: str, mounted: str
+) -> None:
+    """Serve versions differ in who strips the root path, so the proxy is asked."""
+    server.replies = {answers_at: (200, "success")}
+    assert mounted_at(url(server).removesuffix("/v1"), root_path, timeout_s=5) == mounted
