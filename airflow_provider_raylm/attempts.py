@@ -80,8 +80,9 @@ def choose(
     *,
     fingerprint: str,
     try_number: int,
-    reported: bool,
+    first_try: int,
     reuse: Reuse,
+    replace_cleared: bool,
 ) -> Choice:
     """Decide what this attempt does about the jobs of the attempts before it.
 
@@ -89,21 +90,27 @@ def choose(
         stem: See `id_stem`.
         earlier: The jobs `stem`-1, `stem`-2, ...; `None` where the cluster knows none.
         fingerprint: Of what this attempt would submit.
-        try_number: Of this attempt. A success counts only if an earlier try of this very task instance submitted it:
-            a DAG run that was deleted and made anew has the same ids, but starts at try 1.
-        reported: Whether the last success was already handed on as this task's result.
+        try_number: Of this attempt. A success counts only if an earlier try submitted it: a DAG run that was deleted
+            and made anew has the same ids, but starts at try 1.
+        first_try: The first try since the task was last cleared. What was submitted before belongs to a request that
+            somebody took back; what succeeded since was never reported, or there would be no further try.
         reuse: What the user wants of earlier successes.
+        replace_cleared: Whether a job that still runs from before the clearing is replaced, or waited for.
     """
     new_id = attempt_id(stem, len(earlier) + 1)
     last = next((job for job in reversed(earlier) if job is not None), None)
     if last is None:
         return Submit(new_id)
     same = last.metadata.get(FINGERPRINT_LABEL) == fingerprint
+    its_try = _int(last.metadata.get(TRY_LABEL))
+    cleared = its_try < first_try
     if not last.ended:
-        return Attach(last.submission_id) if same else Supersede(last.submission_id, new_id)
+        if same and not (cleared and replace_cleared):
+            return Attach(last.submission_id)
+        return Supersede(last.submission_id, new_id)
     if last.status == "SUCCEEDED" and same:
-        ours = _int(last.metadata.get(TRY_LABEL)) < try_number
-        if reuse == "always" or (reuse == "unreported" and ours and not reported):
+        unreported = not cleared and its_try < try_number
+        if reuse == "always" or (reuse == "unreported" and unreported):
             return Adopt(last.submission_id)
     return Submit(new_id)
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 RECORD_KEY = "raylm_job"
-"""Key in Airflow's task state store (3.3 and later): submission id, fingerprint, whether its result was handed on."""
+"""Key in Airflow's task state store (3.3 and later) of the last submission id: no gap hides a job from a retry."""
 ON_KILL_S = 3.5
 """Airflow kills a task process for good 5 seconds after it told it to stop."""
 SECRET_FIELDS = frozenset({"api_key", "access_key_id", "secret_access_key", "session_token"})
@@ -79,7 +79,7 @@ class RaySubmitJobOperator(BaseOperator):
         stream_logs: Copy the driver log into the task's log.
         reuse_succeeded: When a job that SUCCEEDED with the same input answers for this attempt: `unreported` (default)
             only if the attempt that ran it died before it could hand on the result, so that a cleared task runs again;
-            `always`, also for a cleared task; `never`.
+            `always`, also for a cleared task; `never`. The content of input data is no part of the comparison.
     """
 
     template_fields: Sequence[str] = (
@@ -166,26 +166,26 @@ class RaySubmitJobOperator(BaseOperator):
 
     def execute(self, context: Context) -> Any:
         """Find or submit the job, then wait for it here or in the triggerer."""
-        attached = self._start(context)
+        self._start(context)
         trigger = self._trigger(context)
         if self.deferrable:
             job = self._ask(trigger.submission_id)
             if job is None or not job.ended:  # a job that has ended needs no trigger
-                self.defer(trigger=trigger, method_name="execute_complete", kwargs={"attached": attached})
+                self.defer(trigger=trigger, method_name="execute_complete")
         trigger.hook = self.hook
         try:
             outcome = loop.run(trigger.watch)
         except BaseException as exc:
             self._timed_out = type(exc).__name__ == "AirflowTaskTimeout"  # Airflow calls on_kill next
             raise
-        return self._conclude(context, outcome, attached)
+        return self._conclude(context, outcome)
 
-    def execute_complete(self, context: Context, event: dict[str, Any], attached: bool = False) -> Any:
+    def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
         """Take up the task where the trigger left it."""
         outcome = Outcome.from_event(event)
         self._job_id = outcome.submission_id
         self.job_url = self.hook.job_url(outcome.submission_id)
-        return self._conclude(context, outcome, attached)
+        return self._conclude(context, outcome)
 
     def on_kill(self) -> None:
         """Cancel this attempt's job, if the task was really ended and not just its worker."""
@@ -210,8 +210,8 @@ class RaySubmitJobOperator(BaseOperator):
 
     # --- before -----------------------------------------------------------------------------------------------------
 
-    def _start(self, context: Context) -> bool:
-        """Find or submit the job. Returns whether it is the running job of an earlier attempt."""
+    def _start(self, context: Context) -> None:
+        """Find the job of an earlier attempt, or submit a new one."""
         spec = self.spec(context)
         env = self.job_runtime_env()
         fingerprint = self._fingerprint(spec, env)
@@ -219,15 +219,14 @@ class RaySubmitJobOperator(BaseOperator):
         stem = self.submission_id or id_stem(
             conf.get("api", "base_url", fallback=""), ti.dag_id, ti.task_id, ti.run_id, _map_index(ti)
         )
-        record = self._record(context)
-        earlier = self._earlier(stem, record)
         choice = choose(
             stem,
-            earlier,
+            self._earlier(stem, self._recorded(context)),
             fingerprint=fingerprint,
             try_number=ti.try_number,
-            reported=_reported(ti, self.retries or 0, record, earlier),
+            first_try=ti.max_tries - (self.retries or 0) + 1,  # clearing a task raises its max_tries
             reuse=self.reuse_succeeded,
+            replace_cleared=self.cancel_on_kill,
         )
         self._ti, self._job_id = ti, choice.submission_id
         self.job_url = self.hook.job_url(choice.submission_id)
@@ -238,14 +237,14 @@ class RaySubmitJobOperator(BaseOperator):
             self.log.info("Ray job %s succeeded with the same input: taking its result", choice.submission_id)
         else:
             if isinstance(choice, Supersede):
-                self.log.warning("Ray job %s of an earlier attempt has another input: cancelling", choice.running_id)
+                self.log.warning("Ray job %s of an earlier attempt is out of date: cancelling", choice.running_id)
                 became = self.hook.cancel(choice.running_id)
                 if (old := self._ask(choice.running_id)) is not None and not old.ended:
                     raise RayJobError(f"{became} No second job is started beside it.", submission_id=choice.running_id)
                 self.log.info("%s", became)
             self._submit(choice, spec, env, self._labels(ti, fingerprint))
-        self._remember(context, {"submission_id": choice.submission_id, "fingerprint": fingerprint, "reported": False})
-        return isinstance(choice, Attach)
+        if (store := context.get("task_state_store")) is not None:
+            store.set(RECORD_KEY, choice.submission_id)
 
     def _submit(self, choice: Submit | Supersede, spec: Any, env: dict[str, Any], labels: dict[str, str]) -> None:
         package: AbstractContextManager[Path | None]
@@ -295,11 +294,14 @@ class RaySubmitJobOperator(BaseOperator):
             raise SpecError(f"runtime_env or spec of {self.task_id!r} is not JSON: {exc}") from exc
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def _earlier(self, stem: str, record: dict[str, Any]) -> list[JobInfo | None]:
+    def _recorded(self, context: Context) -> str:
+        store = context.get("task_state_store")
+        return str(store.get(RECORD_KEY) or "") if store is not None else ""
+
+    def _earlier(self, stem: str, recorded: str) -> list[JobInfo | None]:
         """The jobs stem-1, stem-2, ... up to the first two numbers in a row that the cluster does not know."""
-        floor = 0
-        if str(record.get("submission_id", "")).startswith(f"{stem}-"):
-            floor = int(record["submission_id"].rsplit("-", 1)[-1])
+        number = recorded.removeprefix(f"{stem}-")
+        floor = int(number) if number.isdigit() else 0
         jobs: list[JobInfo | None] = []
         while len(jobs) < floor or not jobs or jobs[-1] is not None or jobs[-2:-1] != [None]:
             jobs.append(self._ask(attempt_id(stem, len(jobs) + 1)))
@@ -339,28 +341,10 @@ class RaySubmitJobOperator(BaseOperator):
             requested=self._requested(),
         )
 
-    # --- after ------------------------------------------------------------------------------------------------------
-
-    def _conclude(self, context: Context, outcome: Outcome, attached: bool) -> Any:
-        if outcome.state == "stopped" and attached:
-            # clearing a task cancels its job, and the new attempt may have found that job before it ended
-            self.log.warning("Ray job %s was stopped as the job of an earlier attempt", outcome.submission_id)
-            return self.execute(context)
+    def _conclude(self, context: Context, outcome: Outcome) -> Any:
         if error := outcome.error():
             raise error
-        result = self.result(outcome, context)
-        self._remember(context, {**self._record(context), "submission_id": outcome.submission_id, "reported": True})
-        return result
-
-    def _record(self, context: Context) -> dict[str, Any]:
-        store = context.get("task_state_store")
-        record = store.get(RECORD_KEY) if store is not None else None
-        return record if isinstance(record, dict) else {}
-
-    def _remember(self, context: Context, record: dict[str, Any]) -> None:
-        store = context.get("task_state_store")
-        if store is not None:
-            store.set(RECORD_KEY, record)
+        return self.result(outcome, context)
 
 
 def required_result(outcome: Outcome) -> dict[str, Any]:
@@ -376,14 +360,6 @@ def required_result(outcome: Outcome) -> dict[str, Any]:
             submission_id=outcome.submission_id,
         )
     return outcome.result
-
-
-def _reported(ti: Any, retries: int, record: dict[str, Any], earlier: Sequence[JobInfo | None]) -> bool:
-    """Whether the last of the earlier jobs was handed on as this task's result."""
-    last = next((job.submission_id for job in reversed(earlier) if job is not None), None)
-    if record:
-        return bool(record.get("reported")) and record.get("submission_id") == last
-    return bool(getattr(ti, "max_tries", retries) != retries)  # nothing recorded; clearing a task raises its max_tries
 
 
 def _map_index(ti: Any) -> int:

@@ -93,6 +93,7 @@ class FakeDashboard:
         requests: `(method, path)` of each request, in order.
         headers: Headers of each request, in order.
         packages: Uploaded packages by name.
+        stream_tick_s: How often a log stream looks for more; a real one takes a second.
     """
 
     def __init__(self) -> None:
@@ -104,6 +105,7 @@ class FakeDashboard:
         self.requests: list[tuple[str, str]] = []
         self.headers: list[dict[str, str]] = []
         self.packages: dict[str, bytes] = {}
+        self.stream_tick_s = 0.01
         self.url = ""
         self._faults: deque[Callable[[web.Request], Any]] = deque()
         self._lost_answers = 0
@@ -165,7 +167,7 @@ class FakeDashboard:
         if self._faults and not tail:
             reply = self._faults.popleft()(request)
             return await reply if asyncio.iscoroutine(reply) else reply
-        if self.token is not None and request.path != "/api/version":
+        if self.token is not None:
             given = request.headers.get("Authorization", "")
             if not given:
                 return web.Response(status=401, text="Unauthorized: Missing authentication token")
@@ -200,6 +202,10 @@ class FakeDashboard:
             metadata=body.get("metadata") or {},
             runtime_env=body.get("runtime_env") or {},
         )
+        if any(body.get(name) for name in body if name.startswith("entrypoint_")):
+            job.message += (
+                " It may be waiting for resources (CPUs, GPUs, memory, custom resources) to become available."
+            )
         if ACTOR in job.entrypoint:
             self._kill(job.entrypoint)
             job.succeed()
@@ -272,7 +278,7 @@ class FakeDashboard:
             elif ended or job.submission_id not in self.jobs:
                 break
             else:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(self.stream_tick_s)
         await socket.close(code=WSCloseCode.OK)
         return socket
 

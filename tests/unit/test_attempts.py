@@ -19,9 +19,21 @@ def job(number: int, status: JobStatus, fingerprint: str = "same", try_number: i
 
 
 def decide(
-    *earlier: JobInfo | None, try_number: int = 2, reported: bool = False, reuse: Reuse = "unreported"
+    *earlier: JobInfo | None,
+    try_number: int = 2,
+    first_try: int = 1,
+    reuse: Reuse = "unreported",
+    replace_cleared: bool = True,
 ) -> Choice:
-    return choose("s", earlier, fingerprint="same", try_number=try_number, reported=reported, reuse=reuse)
+    return choose(
+        "s",
+        earlier,
+        fingerprint="same",
+        try_number=try_number,
+        first_try=first_try,
+        reuse=reuse,
+        replace_cleared=replace_cleared,
+    )
 
 
 @pytest.mark.parametrize("status", STATUSES)
@@ -47,8 +59,13 @@ def test_every_status_of_the_job_before(status: JobStatus) -> None:
         ([job(1, "RUNNING", "other")], {}, Supersede("s-1", "s-2")),
         ([job(1, "SUCCEEDED", "other")], {}, Submit("s-2")),
         ([job(1, "SUCCEEDED", "other")], {"reuse": "always"}, Submit("s-2")),
-        ([job(1, "SUCCEEDED")], {"reported": True}, Submit("s-2")),
-        ([job(1, "SUCCEEDED")], {"reported": True, "reuse": "always"}, Adopt("s-1")),
+        # the task was cleared after try 1
+        ([job(1, "SUCCEEDED")], {"first_try": 2}, Submit("s-2")),
+        ([job(1, "SUCCEEDED")], {"first_try": 2, "reuse": "always"}, Adopt("s-1")),
+        ([job(1, "RUNNING")], {"first_try": 2}, Supersede("s-1", "s-2")),
+        ([job(1, "RUNNING")], {"first_try": 2, "replace_cleared": False}, Attach("s-1")),
+        ([job(1, "STOPPED"), job(2, "RUNNING", try_number=2)], {"first_try": 2, "try_number": 3}, Attach("s-2")),
+        ([job(1, "STOPPED"), job(2, "SUCCEEDED", try_number=2)], {"first_try": 2, "try_number": 3}, Adopt("s-2")),
         ([job(1, "SUCCEEDED")], {"reuse": "never"}, Submit("s-2")),
         # a DAG run that was deleted and made anew starts at try 1 and finds the jobs of its namesake
         ([job(1, "SUCCEEDED")], {"try_number": 1}, Submit("s-2")),

@@ -15,7 +15,6 @@ from airflow_provider_raylm.hooks import loop
 from airflow_provider_raylm.links import LINK_KEY
 from airflow_provider_raylm.operators import ray as module
 from airflow_provider_raylm.operators.ray import RECORD_KEY, RaySubmitJobOperator
-from airflow_provider_raylm.outcome import Outcome
 from airflow_provider_raylm.polling import STATUSES
 from airflow_provider_raylm.triggers.ray import RayJobTrigger
 from tests.support.airflow_task import FakeStateStore, context
@@ -67,7 +66,7 @@ def test_same_result_in_both_modes(dashboard: FakeDashboard, deferrable: bool) -
         (job,) = dashboard.jobs.values()
         job.succeed(log=ANSWER)
         outcome = loop.run(deferred.value.trigger.watch)
-        result = operator().execute_complete(ctx, event=outcome.to_event(), **deferred.value.kwargs)
+        result = operator().execute_complete(ctx, event=outcome.to_event(), **(deferred.value.kwargs or {}))
     else:
         result = made.execute(ctx)
     (submission_id,) = dashboard.jobs
@@ -115,7 +114,6 @@ def test_a_retry_after_a_lost_worker(dashboard: FakeDashboard, status: str, stor
         with pytest.raises(TaskDeferred) as deferred:
             retry.execute(context(store=store, try_number=2))
         assert deferred.value.trigger.submission_id == first.submission_id
-        assert deferred.value.kwargs == {"attached": True}
         assert len(dashboard.jobs) == 1
     else:
         result = retry.execute(context(store=store, try_number=2))
@@ -146,24 +144,19 @@ def test_clearing_a_succeeded_task(
     assert len(jobs) == expected
 
 
-def test_a_success_that_nobody_reported_is_taken_over(dashboard: FakeDashboard, jobs: dict[str, FakeJob]) -> None:
-    """The worker died between the job's end and the task's: the retry costs nothing."""
+def test_the_record_shows_jobs_behind_a_gap(dashboard: FakeDashboard) -> None:
+    """Somebody deleted the jobs before the running one from Ray's history: the state store finds it all the same."""
     store = FakeStateStore()
-    run(operator(), context(store=store))
-    store[RECORD_KEY]["reported"] = False
-    run(operator(), context(store=store, try_number=2))
-    assert len(jobs) == 1
-
-
-def test_the_record_counts_only_for_its_own_job(dashboard: FakeDashboard, jobs: dict[str, FakeJob]) -> None:
-    """Killed between the second submission and its record: the record of the first says nothing about the second."""
-    store = FakeStateStore()
-    run(operator(), context(store=store))
-    first = dict(store[RECORD_KEY])
-    run(operator(), context(store=store, try_number=2))
-    store[RECORD_KEY] = first
-    run(operator(), context(store=store, try_number=3))
-    assert len(jobs) == 2
+    for try_number in (1, 2, 3, 4):
+        dashboard.on_submit = (lambda job: job.run()) if try_number == 4 else (lambda job: job.fail())
+        with pytest.raises(TaskDeferred if try_number == 4 else RayJobFailedError):
+            operator(deferrable=True).execute(context(store=store, try_number=try_number, max_tries=9))
+    for name in list(dashboard.jobs)[:3]:
+        del dashboard.jobs[name]
+    with pytest.raises(TaskDeferred) as deferred:
+        operator(deferrable=True, retries=9).execute(context(store=store, try_number=5, max_tries=9))
+    assert deferred.value.trigger.submission_id == store[RECORD_KEY]
+    assert len(dashboard.jobs) == 1
 
 
 def test_another_input_supersedes_a_running_job(dashboard: FakeDashboard) -> None:
@@ -193,32 +186,13 @@ def test_no_second_job_beside_one_that_does_not_stop(dashboard: FakeDashboard, m
     assert len(dashboard.jobs) == 1
 
 
-@pytest.mark.parametrize("deferrable", MODES)
-def test_a_job_that_a_clear_cancelled_is_run_again(dashboard: FakeDashboard, deferrable: bool) -> None:
-    """Clearing cancels the job, and the new attempt may have attached to it before it ended."""
+def test_clearing_a_running_task_replaces_its_job(dashboard: FakeDashboard) -> None:
+    """Even if the new attempt comes before the old one's cancel."""
     dashboard.on_submit = lambda job: job.run()
-    with pytest.raises(TaskDeferred):
-        operator(deferrable=True).execute(context())
-    (first,) = list(dashboard.jobs.values())
-    dashboard.on_submit = lambda job: job.succeed(log=ANSWER)
-    made = operator(deferrable=deferrable)
-    ctx = context(try_number=2)
-    first_looks = len(dashboard.requests)
-    if deferrable:
-        with pytest.raises(TaskDeferred) as deferred:
-            made.execute(ctx)
-        first.status = "STOPPED"
-        outcome = Outcome(submission_id=first.submission_id, state="stopped")
-        result = operator().execute_complete(ctx, event=outcome.to_event(), **deferred.value.kwargs)
-    else:
-        import threading
-
-        timer = threading.Timer(0.3, lambda: setattr(first, "status", "STOPPED"))
-        timer.start()
-        result = made.execute(ctx)
-    assert result["submission_id"].endswith("-2")
-    assert len(dashboard.jobs) == 2
-    assert len(dashboard.requests) > first_looks
+    for try_number in (1, 2):
+        with pytest.raises(TaskDeferred):
+            operator(deferrable=True).execute(context(try_number=try_number, max_tries=try_number - 1))
+    assert [job.status for job in dashboard.jobs.values()] == ["STOPPED", "RUNNING"]
 
 
 def test_trouble_before_the_submission_does_not_double_the_job(
