@@ -17,7 +17,7 @@ import time
 import uuid
 from typing import Any
 
-from airflow_provider_raylm.exceptions import EndpointError, ServeError, TerminalEndpointError
+from airflow_provider_raylm.exceptions import EndpointError, ServeError, TerminalEndpointError, TransientEndpointError
 from airflow_provider_raylm.job_main import run_job, say
 from airflow_provider_raylm.ray_serve import app as apps
 from airflow_provider_raylm.ray_serve import (
@@ -64,12 +64,13 @@ class _Question:
         self._base_url, self._model = base_url, model
         self.done = False
         self.path = ""
-        self.error: EndpointError | None = None
+        self.error: EndpointError | None = TransientEndpointError("the readiness request ended without an answer")
         threading.Thread(target=self._ask, daemon=True).start()
 
     def _ask(self) -> None:
         try:
             self.path = probe.ask(self._base_url, self._model, timeout_s=ANSWER_TIMEOUT_S)
+            self.error = None
         except EndpointError as exc:
             self.error = exc
         finally:

@@ -6,6 +6,7 @@ neither is asked. A model without a chat template or without generation is asked
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import urllib.error
@@ -88,7 +89,7 @@ def _exchange(request: urllib.request.Request, timeout_s: float) -> dict[str, An
         words = error_words(exc.read())
         kind = TerminalEndpointError if exc.code in REFUSED else TransientEndpointError
         raise kind(f"{request.full_url} answered {exc.code}: {words}", http_status=exc.code) from exc
-    except (OSError, ValueError) as exc:  # refused, reset, timed out, or not JSON
+    except (OSError, ValueError, http.client.HTTPException) as exc:  # refused, reset, cut off, or not JSON
         raise TransientEndpointError(f"{request.full_url} did not answer: {exc}") from exc
 
 

@@ -13,6 +13,7 @@ import pytest
 from airflow_provider_raylm.exceptions import TerminalEndpointError, TransientEndpointError
 from airflow_provider_raylm.ray_serve.probe import ask, error_words, list_models, mounted_at
 
+CUT_OFF = {"choices": ["the rest is missing"]}
 CHOICE = {"choices": [{"message": {"content": "y"}}]}
 
 
@@ -28,6 +29,8 @@ class Handler(BaseHTTPRequestHandler):
         status, body = self.server.replies.get(self.path, (404, {"detail": "Not Found"}))
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.send_response(status)
+        if body is CUT_OFF:
+            self.send_header("Content-Length", "100")
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
 
@@ -85,6 +88,13 @@ def test_nobody_there_is_not_ready() -> None:
     """A refused connection is a start that is not done yet."""
     with pytest.raises(TransientEndpointError):
         ask("http://127.0.0.1:9/v1", "m", timeout_s=1)
+
+
+def test_a_reply_that_is_cut_off_is_not_ready(server: Server) -> None:
+    """A proxy that dies in the middle of the first answer proves nothing."""
+    server.replies = {"/v1/chat/completions": (200, CUT_OFF)}
+    with pytest.raises(TransientEndpointError, match="did not answer"):
+        ask(url(server), "m", timeout_s=5)
 
 
 def test_an_empty_answer_is_not_ready(server: Server) -> None:
