@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from airflow_provider_raylm.exceptions import RaylmError, TerminalEndpointError
@@ -61,12 +62,13 @@ class _Call:
 
 
 class _Row:
-    __slots__ = ("call", "ended", "index", "number")
+    __slots__ = ("call", "ended", "index", "number", "sent")
 
     def __init__(self, call: _Call, index: int) -> None:
         self.call = call
         self.index = index
         self.number = -1
+        self.sent = False
         self.ended = False
 
 
@@ -165,7 +167,7 @@ class Engine:
                 probe = await self._limiter.acquire()
                 task = loop.create_task(self._settle(row, body, probe))
                 self._tasks.add(task)
-                task.add_done_callback(self._settled)
+                task.add_done_callback(partial(self._settled, row))
         except Exception as exc:
             self._fail(exc)
 
@@ -184,13 +186,17 @@ class Engine:
             self._wake.clear()
             await self._wake.wait()
 
-    def _settled(self, task: asyncio.Task[None]) -> None:
+    def _settled(self, row: _Row, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if not row.sent:  # cancelled before its first step, which would have taken over the slot
+            now_s = self._clock()
+            self._limiter.release(Sample(now_s, now_s, "ignore"))
         if not task.cancelled() and (exc := task.exception()) is not None:
             self._fail(exc)
 
     async def _settle(self, row: _Row, body: dict[str, Any], probe: bool) -> None:
         """Send one row until it has a reply or has failed. Holds a slot on entry, none on return."""
+        row.sent = True
         attempts = Attempts()
         prompts = _texts(body)
         max_tokens = most_tokens(body)

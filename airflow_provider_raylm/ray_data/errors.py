@@ -38,7 +38,7 @@ ERROR_TYPE: dict[Kind, str] = {"refused": "rate_limited", "unreachable": "connec
 """Kinds whose row error type has another name than the kind."""
 
 MAX_MESSAGE = 300
-_KEY = re.compile(r"\b(?:sk|ak|hf|key|token|Bearer)[-_ ]?[A-Za-z0-9_\-.]{12,}|\b[A-Za-z0-9+/_\-]{40,}={0,2}")
+_KEY = re.compile(r"\b(?:(?:sk|ak|hf|key|token)[-_]|Bearer )[A-Za-z0-9_\-.]{12,}|\b[A-Za-z0-9+/_\-]{40,}={0,2}")
 _QUOTED = re.compile(r"""(['"`]).{40,}\1|\bgot:? .{80,}|input_value=.*?(?=, input_type|\]|$)""", re.DOTALL)
 
 

@@ -25,6 +25,7 @@ class Ask:
     """One request as the server got it.
 
     Attributes:
+        headers: By lower-case name.
         text: The last user message, or the prompt or input.
         attempt: How often the same text has come, this time included.
         in_flight: Requests in the server now, this one included.
@@ -128,7 +129,7 @@ class MockEndpoint:
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
             app.router.add_post(path, self._handle)
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True, backlog=4096)
         await site.start()
@@ -152,7 +153,7 @@ class MockEndpoint:
             ask = Ask(
                 path=request.path,
                 body=body,
-                headers=dict(request.headers) if self._keep_asks else {},
+                headers={k.lower(): v for k, v in request.headers.items()} if self._keep_asks else {},
                 text=text,
                 attempt=self._attempts[text],
                 in_flight=self._in_flight,
@@ -215,7 +216,9 @@ class MockEndpoint:
         if calls := answer.message.get("tool_calls"):
             for index, call in enumerate(calls):
                 await send({"delta": {"tool_calls": [{"index": index, **call}]}})
-        await send({"delta": {}, "finish_reason": answer.finish_reason} if chat else {"text": "", "finish_reason": "stop"})
+        await send(
+            {"delta": {}, "finish_reason": answer.finish_reason} if chat else {"text": "", "finish_reason": "stop"}
+        )
         await send(None, usage=usage)
         await response.write(b"data: [DONE]\n\n")
         return response
