@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 
 from airflow_provider_raylm.hooks.jobs_client import Cluster, RayJobsClient
+from airflow_provider_raylm.hooks.ray import RayHook
 from demo.ray_head import RayNode, ray_head
-from tests.support.fake_dashboard import FakeDashboard, fake_dashboard
+from tests.support.fake_dashboard import FakeDashboard, connection_env, fake_dashboard
 
 pytestmark = pytest.mark.integration
 
@@ -186,3 +188,19 @@ def test_the_log_stream(head: RayNode, fake: FakeDashboard) -> None:
                 assert "".join(again) == "".join(pieces)
 
         asyncio.run(read())
+
+
+@pytest.mark.parametrize(("resources", "ends"), [({}, "STOPPED"), ({"entrypoint_num_gpus": 1}, "FAILED")])
+def test_the_hook_cancels_on_a_real_head(
+    head: RayNode, monkeypatch: pytest.MonkeyPatch, resources: dict[str, Any], ends: str
+) -> None:
+    """Running or PENDING, submitted and cancelled by the hook, whatever `RAY_ADDRESS` says."""
+    for name, value in connection_env(head.dashboard_url, head.token).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
+    hook, submission_id = RayHook(), f"cancel-{ends}"
+    assert hook.test_connection() == (True, f"Ray {ray.__version__} answers at {head.dashboard_url}")
+    hook.submit_job(entrypoint="sleep 60", submission_id=submission_id, **resources)
+    if not resources:
+        Asker(head.dashboard_url, head.token).until(submission_id, "RUNNING")
+    assert hook.cancel(submission_id) == f"Ray job {submission_id} is {ends}."

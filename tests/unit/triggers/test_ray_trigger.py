@@ -58,8 +58,11 @@ async def watching(made: RayJobTrigger) -> AsyncIterator[asyncio.Task[Outcome]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the other side is a server in another thread
-        await asyncio.sleep(0.005)
+    async def wait() -> None:
+        while not condition():  # noqa: ASYNC110 - the other side is a server in another thread
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), 20)
 
 
 def test_is_rebuilt_from_what_it_serializes() -> None:
