@@ -34,8 +34,10 @@ from airflow_provider_raylm.job_main import run_job, say
 from airflow_provider_raylm.ray_data import storage as store
 from airflow_provider_raylm.ray_data.commit import PRIVATE, OutputFolder, check_complete, settle_schema
 from airflow_provider_raylm.ray_data.journal import Journal
+from airflow_provider_raylm.ray_data.keeper import start_keeper
 from airflow_provider_raylm.ray_data.lock import folder_lock
 from airflow_provider_raylm.ray_data.policy import check_totals
+from airflow_provider_raylm.ray_data.progress import Reporter
 from airflow_provider_raylm.ray_data.query import actor_count, ai_query, cluster_cpus, root_error
 from airflow_provider_raylm.ray_data.requests import Query, Secret
 from airflow_provider_raylm.ray_data.rows import output_schema
@@ -109,7 +111,9 @@ def _run_locked(spec: QuerySpec, query: Query, output: OutputFolder) -> Manifest
     say(f"{'taking up' if resumed else 'starting'} run {run_id}: {rows} in {len(plan.files)} {input_format} files")
 
     staging = f"{PRIVATE}/runs/{fingerprint}/staging/{uuid.uuid4().hex[:8]}"
-    written, flow = _execute(spec, query, plan, fingerprint, run_id, staging)
+    written, flow = _execute(
+        spec, query, output, plan, fingerprint=fingerprint, run_id=run_id, staging=staging, actors=actors
+    )
     rows_in = check_complete(written, read_counts(_uri(spec, fingerprint, "read"), spec.storage), len(plan.units))
     errors_by_type = sum((Counter(file.errors_by_type) for file in written), Counter())
     errors = errors_by_type.total()
@@ -220,7 +224,15 @@ def _take_up(
 
 
 def _execute(
-    spec: QuerySpec, query: Query, plan: Plan, fingerprint: str, run_id: str, staging: str
+    spec: QuerySpec,
+    query: Query,
+    output: OutputFolder,
+    plan: Plan,
+    *,
+    fingerprint: str,
+    run_id: str,
+    staging: str,
+    actors: int,
 ) -> tuple[list[WrittenFile], dict[str, Any]]:
     """Read, ask and stage. The staged files, and the last state of flow control."""
     if not plan.units:
@@ -238,6 +250,16 @@ def _execute(
         dropped=_extra_columns(spec, query),
         postprocess=spec.postprocess,
     )
+    keeper = start_keeper(
+        base_url=spec.base_url,
+        model=spec.model,
+        api_key=spec.api_key,
+        concurrency=spec.concurrency or actors,
+        batch_size=spec.batch_size,
+        priority=spec.priority,
+        stall_timeout_s=spec.stall_timeout_s,
+    )
+    reporter = Reporter(plan.rows, say, interactive=False)
     try:
         ds = ray.data.read_datasource(source, override_num_blocks=len(plan.units), num_cpus=_IO_CPUS)
         ds = ai_query(
@@ -246,16 +268,26 @@ def _execute(
             **{name: getattr(spec, name) for name in _QUERY_ARGUMENTS},
             concurrency=spec.concurrency,
             batch_size=spec.batch_size,
+            body_col=query.body_col,
             priority=spec.priority,
+            limiter_factory=keeper.connect,
             store_factory=functools.partial(Journal, _uri(spec, fingerprint, "journal"), spec.storage),
         )
-        with _every(_lease_interval_s(spec), "lease", lambda: _renew_lease(spec)):
+        with (
+            _every(_lease_interval_s(spec), "lease", lambda: _renew_lease(spec)),
+            _every(1.0, "progress", lambda: reporter.update(keeper.status())),
+        ):
             ds.write_datasink(sink, ray_remote_args={"num_cpus": _IO_CPUS})
+        flow = keeper.status()
+        reporter.close(flow)
+        output.write_json(keeper.trace(), "flow.json")
+        return sink.written, flow
     except RaylmError:
         raise
     except Exception as exc:
         raise _plain(exc) from exc
-    return sink.written, {}
+    finally:
+        keeper.stop()
 
 
 def _set_up_ray_data() -> None:
@@ -294,7 +326,8 @@ _QUERY_ARGUMENTS = (
 
 def _query(spec: QuerySpec) -> Query:
     values = {name: getattr(spec, name) for name in _QUERY_ARGUMENTS}
-    return Query(model=spec.model, **{**values, "api_key": Secret(spec.api_key)})
+    body_col = "body" if spec.input_format == "openai_batch" else None
+    return Query(model=spec.model, body_col=body_col, **{**values, "api_key": Secret(spec.api_key)})
 
 
 def _plain(exc: BaseException) -> RaylmError:

@@ -40,6 +40,7 @@ from ray.data.datasource import Datasource, ReadTask
 
 from airflow_provider_raylm.exceptions import SpecError, StorageError
 from airflow_provider_raylm.ray_data import storage as store
+from airflow_provider_raylm.ray_data.batch_files import INPUT_SCHEMA, read_line
 from airflow_provider_raylm.ray_data.contracts import BLOCK_COL, ROW_COL
 from airflow_provider_raylm.spec import InputFormat, StorageSpec
 
@@ -64,7 +65,6 @@ _SUFFIXES: dict[str, InputFormat] = {
 }
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-_BATCH_SCHEMA = pa.schema([(name, pa.string()) for name in ("custom_id", "method", "url", "body")])
 
 
 @dataclass(frozen=True)
@@ -407,7 +407,7 @@ def _text_schema(
     fs: Any, files: tuple[InputFile, ...], input_format: InputFormat, text_columns: Sequence[str]
 ) -> pa.Schema:
     if input_format == "openai_batch":
-        return _BATCH_SCHEMA
+        return INPUT_SCHEMA
     limit = None if sum(file.size for file in files) <= SCAN_BYTES else _HEAD_BYTES
 
     def infer(file: InputFile) -> pa.Schema:
@@ -685,21 +685,8 @@ def _read_json(chunk: bytes, schema: pa.Schema | None, file: InputFile) -> pa.Ta
 
 
 def _read_batch_lines(chunk: bytes, file: InputFile) -> pa.Table:
-    rows = []
-    for line in chunk.splitlines():
-        if line.strip():
-            try:
-                raw = json.loads(line)
-                rows.append(
-                    {
-                        "custom_id": raw.get("custom_id"),
-                        "method": raw.get("method"),
-                        "url": raw.get("url"),
-                        "body": json.dumps(raw.get("body"), ensure_ascii=False),
-                    }
-                )
-            except (ValueError, AttributeError) as exc:
-                raise SpecError(
-                    f"input file {file.path!r}: a line is no JSON object of the OpenAI batch format"
-                ) from exc
-    return pa.Table.from_pylist(rows, schema=_BATCH_SCHEMA)
+    try:
+        rows = [read_line(line) for line in chunk.split(b"\n") if line.strip()]
+    except SpecError as exc:
+        raise SpecError(f"input file {file.path!r}: {exc}") from exc
+    return pa.Table.from_pylist(rows, schema=INPUT_SCHEMA)
