@@ -48,6 +48,7 @@ def app(status: str = "DEPLOYING", *, deployment: str = "UPDATING", message: str
         (app(), {"D": 2}, True),
         (app(target=4), {"D": 4}, False),
         (app(target=4), {"D": 5}, True),
+        (app("RUNNING", deployment="HEALTHY", target=0), {"D": 1}, False),
         (app("RUNNING", deployment="HEALTHY", target=0), {"D": 2}, True),
         (app(message="The deployment failed to start 1 times in a row. This"), {}, False),
         (app(message="The deployment failed to start 2 times in a row. This"), {}, True),
