@@ -62,17 +62,17 @@ class Watch(threading.Thread):
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(daemon=True)
         self._endpoint = endpoint
-        self._stop = threading.Event()
+        self._ended = threading.Event()
         self.seen: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        while not self._stop.wait(0.5):
+        while not self._ended.wait(0.5):
             with contextlib.suppress(OSError):
                 self.seen.append(self._endpoint.counters())
 
     def stop(self) -> None:
         """End, and keep what was seen while there was work."""
-        self._stop.set()
+        self._ended.set()
         self.join()
 
     def rate(self) -> float:

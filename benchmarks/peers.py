@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -112,25 +113,18 @@ def measure(name: str, shape: str, scale: float, count: int, ask: Callable[[str,
 def run(*, shape: str = "256 sequences", scale: float = 1.0, count: int = 6000) -> dict[str, Any]:
     """All clients, one after the other."""
     results = [measure("ai_query, defaults", shape, scale, count, ai_query)]
-    for limit in (64, 256, 512, 1024):
-        results.append(
-            measure(
-                f"ai_query, fixed {limit}",
-                shape,
-                scale,
-                count if limit > 64 else count // 2,
-                lambda url, n, limit=limit: ai_query(url, n, concurrency=1, limiter_factory=Fix(limit)),
-            )
+    clients: list[tuple[str, int, Callable[[str, int], int]]] = [
+        (
+            f"ai_query, fixed {n}",
+            count if n > 64 else count // 2,
+            partial(ai_query, concurrency=1, limiter_factory=Fix(n)),
         )
-    for actors, some in ((1, 40), (16, 400)):
-        results.append(
-            measure(
-                f"ray.data.llm HTTP stage, {actors} actors",
-                shape,
-                scale,
-                some,
-                lambda url, n, actors=actors: ray_http(url, n, concurrency=actors),
-            )
-        )
+        for n in (64, 256, 512, 1024)
+    ]
+    clients += [
+        (f"ray.data.llm HTTP stage, {n} actors", some, partial(ray_http, concurrency=n))
+        for n, some in ((1, 40), (16, 400))
+    ]
+    results += [measure(name, shape, scale, some, ask) for name, some, ask in clients]
     best = max(r["tokens_per_s_mid_run"] for r in results if "fixed" in r["name"])
     return {"shape": shape, "scale": scale, "results": results, "ratio": results[0]["tokens_per_s_mid_run"] / best}

@@ -30,6 +30,8 @@ from airflow_provider_raylm.spec import Priority
 TICK_S = 1.0
 FRESH_S = 2.5
 """Age in seconds up to which a reading of the server's metrics describes the present."""
+ARRIVED_S = 0.4
+"""Time after a change of the limit before the server's metrics can show it."""
 PROBES_PER_S = 6.0
 """Streamed rows aimed at, since reading a stream costs the client a hundred times a plain reply."""
 UNSTREAMED_ROWS = 512
@@ -263,7 +265,7 @@ class Flow:
         share: float | None = None
         basis, blind, settled = recent, False, False
         if self._load is not None and now_s - self._load_s <= FRESH_S:
-            if self._load_is_new:
+            if self._load_is_new and self._load_s >= self._limit.changed_s + ARRIVED_S:
                 share, self.signal = self._load.waiting_share, "metrics"
                 settled = self._load.running <= 1.02 * self._running + 1
                 self._running = self._load.running

@@ -117,10 +117,15 @@ class Limit:
     def __post_init__(self) -> None:
         self._cut_s = self._grown_s = self.started_s
 
+    @property
+    def changed_s(self) -> float:
+        """When the limit last changed."""
+        return max(self._cut_s, self._grown_s)
+
     def step(self, window: Window) -> float:
         """Take one window into account and return the new limit."""
         sent_s = window.sent_s
-        flown = sent_s is not None and sent_s >= max(self._cut_s, self._grown_s) + SETTLE_S
+        flown = sent_s is not None and sent_s >= self.changed_s + SETTLE_S
         if window.dropped:
             if sent_s is None or sent_s >= self._cut_s:
                 self._ceiling = self.value

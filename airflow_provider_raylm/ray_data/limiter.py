@@ -340,7 +340,7 @@ async def watch(reader: LoadReader, flow: Flow) -> None:
         load = await reader.read()
         if load is not None:
             flow.see(time.monotonic(), load)
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(TICK_S / 2)
 
 
 class KeeperLimiter(_Slots):

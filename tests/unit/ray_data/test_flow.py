@@ -109,6 +109,22 @@ def test_a_late_client_does_not_grow() -> None:
     assert flow.limit == 100
 
 
+def test_metrics_read_before_the_requests_arrived_do_not_count() -> None:
+    """A reading taken right after the limit grew cannot show what that did, and does not double it again."""
+    flow = Flow(0.0, first_limit=64)
+    flow.holds(64)
+    flow.see(0.9, Load(waiting=0, running=64))
+    flow.tick(1.0)
+    assert flow.limit == 128
+    flow.see(1.1, Load(waiting=0, running=128))
+    flow.holds(128)
+    flow.tick(2.0)
+    assert flow.limit == 128
+    flow.see(2.6, Load(waiting=0, running=128))
+    flow.tick(3.0)
+    assert flow.limit == 256
+
+
 def test_streams_no_probes_where_metrics_tell() -> None:
     """Probes cost the client; they are asked for only while nothing cheaper tells."""
     flow = Flow(0.0)
