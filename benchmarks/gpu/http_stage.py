@@ -42,6 +42,7 @@ def main() -> None:
         qps=None,
         concurrency=args.actors,
         batch_size=batch,
+        http_request_stage={"num_cpus": 0.1} if args.actors > 1 else True,  # else the CPUs bound the actors
     )
     processor = build_processor(config, preprocess=ask, postprocess=answer)
     dataset = ray.data.from_items([row._asdict() for row in rows], override_num_blocks=max(8, args.actors))

@@ -129,6 +129,9 @@ class Bench:
     def engine(self, variant: Variant) -> dict[str, Any]:
         return {**(GPU_ENGINE if self.args.device == "cuda" else CPU_ENGINE), **variant.engine}
 
+    def http_options(self) -> dict[str, Any]:
+        return {"host": "127.0.0.1", "port": self.args.port}
+
     def llm_config(self, variant: Variant, **changes: Any) -> dict[str, Any]:
         """Arguments of `LLMConfig`; `changes` win, `engine_kwargs` among them is added to the variant's."""
         engine = {**self.engine(variant), **changes.pop("engine_kwargs", {})}
@@ -229,7 +232,9 @@ def refusals(bench: Bench, _: str) -> None:
         ),
     }
     for case, config in cases.items():
-        spec = DeploySpec(app_name="refused", llm_configs=(config,), start_timeout_s=120.0)
+        spec = DeploySpec(
+            app_name="refused", llm_configs=(config,), http_options=bench.http_options(), start_timeout_s=120.0
+        )
         job = run_job(bench, "ray_serve.deploy", spec, timeout_s=150)
         bench.emit("refusal", case=case, status=job.status, wall_s=job.wall_s, error=job.error)
 
@@ -276,6 +281,7 @@ def deploy(bench: Bench, name: str) -> None:
         app_name=APP,
         llm_configs=(bench.llm_config(variant),),
         ingress=variant.ingress,
+        http_options=bench.http_options(),
         start_timeout_s=min(400.0, bench.left_s()),
     )
     job = run_job(bench, "ray_serve.deploy", spec, timeout_s=min(420.0, bench.left_s()))
@@ -377,7 +383,7 @@ def fixed(bench: Bench, plan: str) -> None:
 
 def http(bench: Bench, argument: str) -> None:
     """Ray's own HTTP stage on the same rows: `ACTORS:ROWS:SEED`, comma separated."""
-    for item in (argument or "1:64:300,64:2048:301").split(","):
+    for item in (argument or "1:24:300,64:512:301").split(","):
         actors, rows, seed = item.split(":")
         command = [
             *(
@@ -530,6 +536,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--cpus", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--port", type=int, default=8000, help="of Serve, on loopback")
     parser.add_argument("--object-store-mib", type=int, default=2048)
     args = parser.parse_args()
     os.environ.update({name: os.environ.get(name, value) for name, value in MACHINE_ENV.items()})
