@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -298,8 +299,8 @@ def deploy(bench: Bench, name: str) -> None:
     if job.result:
         bench.remember(base_url=job.result["base_url"], variant=name or "default")
         return
+    bench.remember(base_url=None)
     _keep_serve_logs(bench)
-    raise SystemExit("the deploy failed: what comes after it would measure nothing")
 
 
 def query(bench: Bench, argument: str) -> None:
@@ -433,10 +434,20 @@ def end(bench: Bench, _: str) -> None:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage and the seconds it needs at least to be worth starting."""
+    """A stage, the seconds it needs at least to be worth starting, and whether it asks the endpoint."""
 
     run: Callable[[Bench, str], None]
     needs_s: float
+    asks: bool = False
+
+    def __call__(self, bench: Bench, name: str, argument: str) -> None:
+        """Run it; when it breaks, say so and let the others run."""
+        try:
+            self.run(bench, argument)
+        except Exception as exc:
+            bench.emit(
+                "failed", of=name, error=f"{type(exc).__name__}: {exc}"[:1000], log=traceback.format_exc()[-3000:]
+            )
 
 
 STAGES = {
@@ -445,9 +456,9 @@ STAGES = {
     "memory": Stage(memory, 90),
     "offline": Stage(offline, 180),
     "deploy": Stage(deploy, 90),
-    "query": Stage(query, 40),
-    "fixed": Stage(fixed, 30),
-    "http": Stage(http, 30),
+    "query": Stage(query, 40, asks=True),
+    "fixed": Stage(fixed, 30, asks=True),
+    "http": Stage(http, 30, asks=True),
     "teardown": Stage(teardown, 15),
     "end": Stage(end, 5),
 }
@@ -547,11 +558,13 @@ def main() -> None:
         stage = STAGES[name]
         if bench.left_s() < stage.needs_s:
             bench.emit(name, argument=argument, skipped="time", left_s=round(bench.left_s()))
+        elif stage.asks and not bench.state.get("base_url"):
+            bench.emit(name, argument=argument, skipped="no endpoint")
         elif item.endswith("&"):
-            beside.append(threading.Thread(target=stage.run, args=(bench, argument), daemon=True))
+            beside.append(threading.Thread(target=stage, args=(bench, name, argument), daemon=True))
             beside[-1].start()
         else:
-            stage.run(bench, argument)
+            stage(bench, name, argument)
     for thread in beside:
         thread.join(max(0.0, bench.left_s()))
 
