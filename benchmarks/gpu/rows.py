@@ -66,7 +66,7 @@ def chat_body(row: Row, model: str) -> dict[str, Any]:
     }
 
 
-def write_batch_files(folder: Path, rows: Sequence[Row], model: str, *, files: int = 8) -> Path:
+def write_batch_files(folder: Path, rows: Sequence[Row], model: str, *, files: int = 1) -> Path:
     """Write rows as OpenAI batch files (`custom_id` is the row number), and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in range(files):

@@ -357,12 +357,10 @@ def _query(bench: Bench, seed: int, count: int) -> None:
 def _trace(output: Path) -> dict[str, list[Any]]:
     """The job's own per-second trace, as columns."""
     columns: dict[str, list[Any]] = {name: [] for name in TRACE_COLUMNS}
-    for path in sorted(output.glob("_raylm/**/*trace*")):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                for name in TRACE_COLUMNS:
-                    columns[name].append(row.get(name))
+    for path in output.glob("_raylm/**/flow.json"):
+        for row in json.loads(path.read_text()):
+            for name in TRACE_COLUMNS:
+                columns[name].append(row.get(name))
     return columns
 
 
