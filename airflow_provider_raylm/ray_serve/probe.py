@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -22,6 +23,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("embeddings", {"input": PROMPT}),
 )
 # 404 comes from a proxy that does not know the route yet, and from an engine that lacks the method
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 REFUSED = frozenset({400, 404, 405, 422, 501})
 
 
@@ -109,4 +111,4 @@ def error_words(body: bytes) -> str:
         words = error.get("message", error) if isinstance(error, dict) else error
     except ValueError:
         words = text
-    return " ".join(str(words).split())[:300]
+    return " ".join(COLOUR.sub("", str(words)).split())[:300]

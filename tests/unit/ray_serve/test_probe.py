@@ -114,6 +114,7 @@ def test_models_are_listed(server: Server) -> None:
     ("body", "words"),
     [
         (b'{"error": {"message": "no\\nroom"}}', "no room"),
+        (b'{"error": {"message": "\\u001b[36mray\\u001b[39m died"}}', "ray died"),
         (b'{"detail": "x"}', "{'detail': 'x'}"),
         (b"<html>", "<html>"),
     ],
