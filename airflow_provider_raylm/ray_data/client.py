@@ -140,7 +140,7 @@ class EndpointClient:
 
 
 def _origin(exc: BaseException) -> str:
-    """Name of the first error in a chain. The transport calls every lost connection a timeout; its cause knows better."""
+    """Name of the first error in a chain. The transport calls every lost connection a timeout, its cause does not."""
     while exc.__cause__ is not None:
         exc = exc.__cause__
     return type(exc).__name__

@@ -1,4 +1,4 @@
-"""The engine and its client against a real HTTP server that behaves per row as told; only the back-off does not sleep."""
+"""The engine and its client against a real HTTP server that behaves per row as told; back-off does not sleep."""
 
 from __future__ import annotations
 
@@ -406,7 +406,7 @@ async def test_nobody_there_is_waited_for_without_losing_rows() -> None:
         endpoint.stop()
         it = Bench(endpoint)
         asked = asyncio.create_task(it.ask("x", "y"))
-        while not it.sleeps:
+        while not it.sleeps:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         endpoint.start()
         assert [reply["content"] for reply in await asked] == ["fine", "fine"]
@@ -476,7 +476,7 @@ async def test_rows_started_ahead_of_the_oldest_unfinished_are_bounded(endpoint:
     async with bench(endpoint, script, limit=4) as it:
         it.limiter._window = 10
         asked = asyncio.create_task(it.ask(*range(100)))
-        while it.limiter.rows < 9:
+        while it.limiter.rows < 9:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for _ in range(20):
             await asyncio.sleep(0.005)
