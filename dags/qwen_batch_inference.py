@@ -13,7 +13,17 @@ from airflow_provider_raylm.operators.ai_query import AiQueryBatchOperator
 from airflow_provider_raylm.operators.deploy import DeployQwenServeOperator
 from airflow_provider_raylm.operators.teardown import TeardownServeOperator
 
-PROMPT = "Review: {text}\nSentiment:"
+PROMPT = """\
+Classify the sentiment of the review as negative or positive. Answer with one word.
+
+Examples:
+"I love it, great quality." -> Positive
+"Rude staff, terrible room." -> Negative
+"味道很好，非常满意。" -> Positive
+"质量太差了，非常失望。" -> Negative
+
+Review: {text}
+Sentiment:"""
 
 with DAG(
     "qwen_batch_inference",
@@ -51,7 +61,7 @@ with DAG(
         output_col="generated_text",
         options={
             "temperature": 0,
-            "max_tokens": 8,
+            "max_tokens": 4,
             "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
         },
         max_error_rate=0.01,

@@ -202,6 +202,7 @@ def main() -> int:
     parser.add_argument("--ui", action="store_true", help="run it on `airflow standalone` and keep the web page open")
     parser.add_argument("--auth", choices=("on", "off"), default="on", help="Ray token authentication")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended then, too
 
     started = time.monotonic()
     say("model: SmolLM2-135M-Instruct (converted once, about half a minute)")

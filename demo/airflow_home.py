@@ -17,7 +17,7 @@ def airflow_env(home: Path, *, connections: dict[str, dict[str, Any]], deferrabl
 
     Args:
         home: `AIRFLOW_HOME`; holds the SQLite database and the task logs.
-        connections: `{conn_id: fields}`, fields as in Airflow's JSON form (`conn_type`, `host`, `password`, `extra`, ...).
+        connections: `{conn_id: fields}` in the JSON form of Airflow: `conn_type`, `host`, `password`, `extra`, ...
         deferrable: `[operators] default_deferrable`.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("AIRFLOW_", "RAY_"))}

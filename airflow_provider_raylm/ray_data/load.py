@@ -1,6 +1,6 @@
 """Reads an endpoint's own queue figures over HTTP: the I/O behind `signals.read_load`.
 
-Where they are (checked on Ray 2.60 with vLLM 0.29):
+Where they are (read from the sources of Ray 2.60 and vLLM 0.29):
 
 - `vllm serve`: `/metrics` at the server's root, all engines of that server.
 - Ray Serve LLM with its default ingress: the public port answers 404 on `/metrics`, however many proxies and replicas
