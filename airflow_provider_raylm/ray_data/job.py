@@ -81,6 +81,7 @@ def run(spec: QuerySpec) -> Manifest:
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     with store.explained(spec.output_path):
+        store.check_bucket(fs, root)
         lock = folder_lock(
             fs,
             f"{root}/{PRIVATE}/lock.json",

@@ -25,6 +25,7 @@ import functools
 import io
 import json
 import math
+import os
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -160,8 +161,10 @@ def list_input(
     for path in [paths] if isinstance(paths, str) else paths:
         fs, root = store.open_filesystem(path, storage)
         with store.explained(path):
-            entries = store.list_files(fs, root)
+            # a store is listed first: it says why it refuses a listing, but not why it refuses to look at an object
+            entries = [] if store.is_local(fs) and os.path.isfile(root) else store.list_files(fs, root)
             if not entries:
+                store.check_bucket(fs, root)
                 info = fs.get_file_info(root)
                 if info.type == pafs.FileType.NotFound:
                     raise SpecError(f"input_path {path!r} does not exist")

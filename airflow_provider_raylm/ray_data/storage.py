@@ -272,6 +272,17 @@ def list_files(fs: Any, folder: str, *, hidden: bool = False) -> list[FileEntry]
     return sorted(entries, key=lambda entry: entry.path)
 
 
+def check_bucket(fs: Any, path: str) -> None:
+    """Make sure that a path's bucket exists: a listing of one that does not is empty, like that of an empty folder.
+
+    Raises:
+        StorageError: It does not.
+    """
+    bucket = path.partition("/")[0]
+    if not is_local(fs) and fs.get_file_info(bucket).type == pafs.FileType.NotFound:
+        raise StorageError(f"the bucket {bucket!r} does not exist, or these keys may not see it")
+
+
 def relative(path: str, folder: str) -> str:
     """`path` below `folder`, without a leading slash."""
     return path[len(folder) :].lstrip("/")

@@ -1,0 +1,152 @@
+"""Commits: complete from wherever they were broken off, and careful with what is not theirs."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.dataset as pads
+import pyarrow.fs as pafs
+import pytest
+
+from airflow_provider_raylm.exceptions import OutputError
+from airflow_provider_raylm.ray_data import storage
+from airflow_provider_raylm.ray_data.commit import OutputFolder, check_complete, settle_schema
+from airflow_provider_raylm.ray_data.sink import WrittenFile, write_parquet
+from airflow_provider_raylm.ray_data.source import UNIT_BLOCKS
+from airflow_provider_raylm.spec import Manifest
+
+
+class Killed(BaseException):
+    """The process ended here."""
+
+
+def stage(output: OutputFolder, run: str, ids: list[int]) -> tuple[str, Manifest]:
+    staging = f"_raylm/runs/{run}/staging/x"
+    name = f"part-{run}-0.parquet"
+    size = write_parquet(output.fs, output.path(staging, name), pa.table({"id": ids}))
+    output.write_json({"run_id": run}, "runs", run, "run.json")
+    manifest = Manifest(
+        output_path=output.name, rows_in=len(ids), rows=len(ids), errors=0, prompt_tokens=0, completion_tokens=0,
+        seconds=1, rows_per_s=1, run_id=run, files=({"path": name, "rows": len(ids), "bytes": size},),
+    )  # fmt: skip
+    return staging, manifest
+
+
+def ids_in(folder) -> list[int]:
+    return sorted(pads.dataset(str(folder)).to_table()["id"].to_pylist())
+
+
+def folder_of(tmp_path, **kwargs) -> OutputFolder:
+    return OutputFolder(pafs.LocalFileSystem(), str(tmp_path), name="out", **kwargs)
+
+
+@pytest.mark.parametrize("step", range(1, 14))
+def test_a_commit_broken_off_at_any_step_is_completed_by_the_next_attempt(tmp_path, monkeypatch, step):
+    """Old run, new run, a kill at each write to the store: in the end the new rows once, and `_SUCCESS`."""
+    output = folder_of(tmp_path)
+    staging, manifest = stage(output, "old", [1, 2])
+    output.commit("old", staging, manifest, output.standing("overwrite", {}))
+    staging, manifest = stage(output, "new", [3, 4])
+    standing = output.standing("overwrite", {})
+
+    left = step
+    with monkeypatch.context() as patch:
+        for name in ("write_bytes", "copy", "delete_files", "delete_folder"):
+            real = getattr(storage, name)
+
+            def counted(*args, _real=real):
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise Killed
+                return _real(*args)
+
+            patch.setattr(storage, name, counted)
+        try:
+            output.commit("new", staging, manifest, standing)
+        except Killed:
+            if (tmp_path / "_SUCCESS").exists():
+                assert ids_in(tmp_path) in ([1, 2], [3, 4])
+        else:
+            assert left > 0
+    output.finish_begun()
+    if (tmp_path / "_raylm" / "runs" / "new" / "run.json").exists():
+        assert step == 1, "only a commit that was never written down is forgotten"
+        assert ids_in(tmp_path) == [1, 2]
+    else:
+        assert ids_in(tmp_path) == [3, 4]
+    assert (tmp_path / "_SUCCESS").exists()
+    assert not (tmp_path / "_raylm" / "commit.json").exists()
+
+
+def test_overwrite_refuses_files_of_others(tmp_path):
+    """A mistyped path costs nobody a table."""
+    (tmp_path / "theirs.parquet").write_text("x")
+    with pytest.raises(OutputError, match=r"theirs\.parquet"):
+        folder_of(tmp_path).standing("overwrite", {})
+
+
+def test_error_if_exists_refuses_any_data(tmp_path):
+    """Even data of ours."""
+    output = folder_of(tmp_path)
+    output.commit("a", *stage(output, "a", [1]), output.standing("error_if_exists", {}))
+    with pytest.raises(OutputError, match="holds data already"):
+        output.standing("error_if_exists", {})
+
+
+def test_append_adds_and_a_cleared_task_replaces_only_its_own_rows(tmp_path):
+    """Another DAG run adds; the same one again does not double."""
+    import dataclasses
+
+    output = folder_of(tmp_path)
+    for run, labels, ids in (("a", {"run": "1"}, [1]), ("b", {"run": "2"}, [2]), ("c", {"run": "1"}, [3])):
+        staging, manifest = stage(output, run, ids)
+        manifest = dataclasses.replace(manifest, labels=labels)
+        output.commit(run, staging, manifest, output.standing("append", labels))
+    assert ids_in(tmp_path) == [2, 3]
+
+
+def test_a_lost_lock_stops_the_commit(tmp_path):
+    """Nothing is put into place by a run that no longer owns the folder."""
+
+    def lost() -> None:
+        raise OutputError("lost")
+
+    staging, manifest = stage(folder_of(tmp_path), "a", [1])
+    with pytest.raises(OutputError, match="lost"):
+        folder_of(tmp_path, check=lost).commit("a", staging, manifest, folder_of(tmp_path).standing("overwrite", {}))
+    assert not (tmp_path / "_SUCCESS").exists()
+
+
+def written(*spans: tuple[int, int, int]) -> WrittenFile:
+    return WrittenFile(name="x", rows=1, rows_in=1, size=1, spans=spans)
+
+
+@pytest.mark.parametrize(
+    ("spans", "read", "words"),
+    [
+        ([(0, 0, 5), (UNIT_BLOCKS, 0, 2)], {0: 5, 1: 2}, None),
+        ([(0, 3, 5), (0, 0, 3), (UNIT_BLOCKS, 0, 2)], {0: 5, 1: 2}, None),
+        ([(0, 0, 5)], {0: 5}, "1 of 2 parts of the input were not read"),
+        ([(0, 0, 4), (UNIT_BLOCKS, 0, 2)], {0: 5, 1: 2}, "5 rows of input part 0 were read and 4 written"),
+        ([(0, 0, 5), (0, 4, 5), (UNIT_BLOCKS, 0, 2)], {0: 5, 1: 2}, "written twice"),
+    ],
+)
+def test_rows_in_are_rows_out(spans, read, words):
+    """A missing or doubled row fails the job before anything is put into place."""
+    if words is None:
+        assert check_complete([written(*spans)], read, 2) == 7
+        return
+    with pytest.raises(OutputError, match=words):
+        check_complete([written(*spans)], read, 2)
+
+
+def test_files_get_one_schema(tmp_path):
+    """A column that one batch has only nulls in does not spoil the folder for readers."""
+    output = folder_of(tmp_path)
+    files = []
+    for name, table in (("a", pa.table({"x": ["1"]})), ("b", pa.table({"x": pa.nulls(1)}))):
+        size = write_parquet(output.fs, output.path("s", name), table)
+        files.append(WrittenFile(name=name, rows=1, rows_in=1, size=size, spans=(), schema=table.schema))
+    _, schema = settle_schema(output, "s", files, empty=pa.table({}), empty_name="e")
+    assert pads.dataset(str(tmp_path / "s")).to_table()["x"].to_pylist() == ["1", None]
+    assert schema.field("x").type == pa.string()

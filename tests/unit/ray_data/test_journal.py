@@ -1,0 +1,55 @@
+"""Stored replies: found again by block and row, whoever wrote them and wherever the writer was killed."""
+
+from __future__ import annotations
+
+from airflow_provider_raylm.ray_data import journal as module
+from airflow_provider_raylm.ray_data.journal import Journal
+
+
+def reply(text: str, status: str = "ok") -> dict[str, object]:
+    return {"content": text, "status": status}
+
+
+def test_replies_are_found_by_another_process(tmp_path):
+    """What was flushed is there; what was not is not."""
+    writer = Journal(str(tmp_path), None, flush_s=0)
+    writer.append(7, 3, reply("三"))
+    writer.flush()
+    writer.append(7, 4, reply("lost with its process"))
+    assert Journal(str(tmp_path), None, flush_s=0).load(7) == {3: reply("三")}
+
+
+def test_errors_are_asked_again(tmp_path):
+    """A reply that is an error is no answer to reuse."""
+    writer = Journal(str(tmp_path), None, flush_s=0)
+    writer.append(1, 0, reply("x", "error"))
+    writer.append(1, 1, reply("y"))
+    writer.flush()
+    assert writer.load(1) == {1: reply("y")}
+
+
+def test_many_flushes_leave_few_files_and_all_replies(tmp_path):
+    """Files of one block are replaced by one before they become many."""
+    writer = Journal(str(tmp_path), None, flush_s=0)
+    for row in range(100):
+        writer.append(0, row, reply(str(row)))
+        writer.flush()
+    assert len(list((tmp_path / "0").iterdir())) <= module._PARTS
+    assert writer.load(0) == {row: reply(str(row)) for row in range(100)}
+
+
+def test_a_damaged_file_costs_only_its_own_rows(tmp_path):
+    """A writer that was killed in the middle of a file does not spoil the others."""
+    writer = Journal(str(tmp_path), None, flush_s=0)
+    writer.append(0, 0, reply("a"))
+    writer.flush()
+    (tmp_path / "0" / "cut.parquet").write_bytes(b"PAR1")
+    assert writer.load(0) == {0: reply("a")}
+
+
+def test_the_thread_stores_without_being_asked(tmp_path):
+    """`close` ends the thread and leaves nothing unstored."""
+    writer = Journal(str(tmp_path), None)
+    writer.append(0, 0, reply("a"))
+    writer.close()
+    assert Journal(str(tmp_path), None, flush_s=0).load(0) == {0: reply("a")}
