@@ -213,7 +213,7 @@ def _spawn(command: list[str], env: dict[str, str], log: Path) -> subprocess.Pop
         return subprocess.Popen(
             command,
             env={**inherited, **env},
-            cwd=log.parent,  # jobs start here: a checkout would hide the package they were uploaded with
+            cwd=log.parent,  # a job starts in its cluster's folder, where nothing must stand in for an uploaded module
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

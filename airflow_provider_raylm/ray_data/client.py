@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import resource
 import time
@@ -23,13 +24,19 @@ from airflow_provider_raylm.ray_data.errors import Fault, clean_message, fault_o
 from airflow_provider_raylm.ray_data.requests import PATHS, Query, is_thinking_off
 from airflow_provider_raylm.ray_data.rows import Reply, reply_of_body
 
-try:  # the SDK moved from httpx to httpx2 with its version 3
-    import httpx2 as httpx
-except ImportError:  # pragma: no cover
-    import httpx  # type: ignore[no-redef]
+# version 2 of the SDK speaks httpx, version 3 httpx2; both packages may be installed
+httpx: Any = importlib.import_module("httpx2" if int(openai.__version__.split(".")[0]) >= 3 else "httpx")
 
 _CONNECT_S = 10.0
 _FILES_BESIDE_CONNECTIONS = 256
+
+
+def _transport(**options: Any) -> Any:
+    """The SDK's aiohttp transport; its default one where the image has `openai` without the `aiohttp` extra."""
+    try:
+        return openai.DefaultAioHttpClient(**options)
+    except RuntimeError:
+        return openai.DefaultAsyncHttpxClient(**options)
 
 
 class EndpointClient:
@@ -53,9 +60,7 @@ class EndpointClient:
             timeout=timeout,
             default_headers=query.headers or None,
             default_query=query.options.get("extra_query") or None,
-            http_client=openai.DefaultAioHttpClient(
-                timeout=timeout, limits=limits, trust_env=False, follow_redirects=False
-            ),
+            http_client=_transport(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False),
         )
 
     async def complete(

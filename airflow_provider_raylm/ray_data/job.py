@@ -38,7 +38,7 @@ from airflow_provider_raylm.ray_data.keeper import start_keeper
 from airflow_provider_raylm.ray_data.lock import folder_lock
 from airflow_provider_raylm.ray_data.policy import check_totals
 from airflow_provider_raylm.ray_data.progress import Reporter
-from airflow_provider_raylm.ray_data.query import actor_count, ai_query, cluster_cpus, root_error
+from airflow_provider_raylm.ray_data.query import START_CONCURRENCY, actor_count, ai_query, cluster_cpus, root_error
 from airflow_provider_raylm.ray_data.requests import Query, Secret
 from airflow_provider_raylm.ray_data.rows import output_schema
 from airflow_provider_raylm.ray_data.sink import StagingSink, WrittenFile, apply_postprocess, load_postprocess
@@ -255,7 +255,7 @@ def _execute(
         base_url=spec.base_url,
         model=spec.model,
         api_key=spec.api_key,
-        concurrency=spec.concurrency or actors,
+        concurrency=spec.concurrency or START_CONCURRENCY,
         batch_size=spec.batch_size,
         priority=spec.priority,
         stall_timeout_s=spec.stall_timeout_s,

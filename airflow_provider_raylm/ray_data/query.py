@@ -46,6 +46,7 @@ _ROWS_PER_SORTED_CALL = 4096  # prefixes meet only inside a call
 _SORTED_CALLS_PER_ACTOR = 4
 _ROWS_PER_PART = 1024  # of a call's result; finished parts need not wait in memory for the rest
 _MOST_CONNECTIONS = 4096
+START_CONCURRENCY = 32  # where the limit starts when nobody says: 32 × 8 rows; the number of actors says nothing of it
 
 
 def ai_query(
@@ -146,7 +147,7 @@ def ai_query(
         log.warning("concurrency=%s: %s query actors, one for each CPU that reading leaves", concurrency, actors)
     if limiter_factory is None:
         limiter_factory = _job_limiter(
-            query, concurrency=concurrency or actors, batch_size=batch_size, priority=priority
+            query, concurrency=concurrency or START_CONCURRENCY, batch_size=batch_size, priority=priority
         )
     rows, calls = (
         (_ROWS_PER_SORTED_CALL, _SORTED_CALLS_PER_ACTOR) if group_by_prefix else (_ROWS_PER_CALL, _CALLS_PER_ACTOR)
