@@ -1,7 +1,8 @@
 """One request to an OpenAI-compatible endpoint: sent once, its reply or its `Fault` handed back.
 
-The SDK's own retries are off: they would multiply ours, and hold a slot while they sleep. Its aiohttp transport costs
-half the CPU of the default one. Replies are read as JSON without the SDK's models, which cost more than the exchange.
+The SDK says what a request looks like (URL, key, headers, query) and brings the transport; its aiohttp one costs half
+the CPU of the default one. Requests go straight over that transport: building each anew and reading replies into
+models costs more than the exchange, and the SDK's own retries would multiply ours and hold a slot while they sleep.
 
 A streamed request gives the same reply as a plain one; it is only there to measure the time to the first token, at
 many times the cost.
@@ -49,10 +50,11 @@ class EndpointClient:
 
     def __init__(self, query: Query, *, connections: int) -> None:
         self._query = query
-        self._path = PATHS[query.endpoint]
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30.0)
         # the row's deadline is ours, see `complete`; these only end a connection that nobody waits for any more
         timeout = httpx.Timeout(None, connect=_CONNECT_S, pool=None)
+        self._timeout = timeout.as_dict()
+        self._http = _transport(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False)
         self._sdk = openai.AsyncOpenAI(
             base_url=query.base_url,
             api_key=query.api_key.reveal(),
@@ -60,8 +62,13 @@ class EndpointClient:
             timeout=timeout,
             default_headers=query.headers or None,
             default_query=query.options.get("extra_query") or None,
-            http_client=_transport(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False),
+            http_client=self._http,
         )
+        params = self._sdk.qs.stringify(dict(query.options.get("extra_query") or {}))
+        self._url = self._sdk.base_url.join(PATHS[query.endpoint].lstrip("/")).copy_with(query=params.encode() or None)
+        self._headers = httpx.Headers(self._http.headers)
+        for layer in (self._sdk.auth_headers, self._sdk.default_headers, query.headers):
+            self._headers.update({k: v for k, v in layer.items() if isinstance(v, str)})
 
     async def complete(
         self, body: Mapping[str, Any], *, timeout_s: float, stream: bool = False, prompts: tuple[str, ...] = ()
@@ -84,24 +91,30 @@ class EndpointClient:
             if stream and self._query.endpoint != "embeddings":
                 return await asyncio.wait_for(self._stream(body), timeout_s)
             return await asyncio.wait_for(self._plain(body), timeout_s), None
-        except Fault:
-            raise
-        except openai.APIStatusError as exc:
-            fault = fault_of_reply(
-                exc.status_code, exc.response.headers, exc.response.text, model=self._query.model, now_s=time.time()
-            )
+        except Fault as fault:
             fault.message = clean_message(fault.message, prompts)
-            raise fault from None
+            raise
         except asyncio.TimeoutError:
             raise Fault("timeout", f"no reply within {timeout_s:.3g} s") from None
-        except (openai.APIConnectionError, httpx.HTTPError, OSError) as exc:
+        except (httpx.HTTPError, OSError) as exc:
             raise Fault("unreachable", f"the connection failed: {_origin(exc)}") from None
-        except openai.APIError as exc:
-            # an error event inside a stream
-            raise Fault("server_error", clean_message(exc.message, prompts)) from None
+
+    async def _send(self, body: Mapping[str, Any], *, stream: bool = False) -> Any:
+        """The response to one request, read unless streamed. It has status 2xx."""
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        request = httpx.Request(
+            "POST", self._url, headers=self._headers, content=content, extensions={"timeout": self._timeout}
+        )
+        response = await self._http.send(request, stream=stream)
+        if not response.is_success:
+            await response.aread()
+            raise fault_of_reply(
+                response.status_code, response.headers, response.text, model=self._query.model, now_s=time.time()
+            )
+        return response
 
     async def _plain(self, body: Mapping[str, Any]) -> Reply:
-        response = await self._sdk.post(self._path, body=body, cast_to=httpx.Response)
+        response = await self._send(body)
         try:
             content = json.loads(response.content)
         except ValueError:
@@ -112,14 +125,8 @@ class EndpointClient:
         sent_s = time.monotonic()
         ttft_s: float | None = None
         joined = _Joined()
-        response = await self._sdk.post(
-            self._path,
-            body={**body, "stream": True, "stream_options": {"include_usage": True}},
-            cast_to=httpx.Response,
-            stream=True,
-            stream_cls=openai.AsyncStream[Any],
-        )
-        async with contextlib.aclosing(_events(response)) as events:
+        response = await self._send({**body, "stream": True, "stream_options": {"include_usage": True}}, stream=True)
+        async with contextlib.aclosing(response), contextlib.aclosing(_events(response)) as events:
             async for event in events:
                 if ttft_s is None and event.get("choices"):
                     ttft_s = time.monotonic() - sent_s

@@ -37,6 +37,7 @@ class Ask:
     text: str
     attempt: int
     in_flight: int
+    query: str = ""
 
 
 @dataclass(kw_only=True)
@@ -157,6 +158,7 @@ class MockEndpoint:
                 text=text,
                 attempt=self._attempts[text],
                 in_flight=self._in_flight,
+                query=request.query_string,
             )
             if self._keep_asks:
                 self.asks.append(ask)

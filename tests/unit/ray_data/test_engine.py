@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -519,11 +520,18 @@ async def test_key_and_headers_are_sent_and_shown_nowhere_else(
         endpoint,
         lambda ask: refusal(500) if ask.attempt == 1 else Answer(content="fine"),
         api_key=Secret("sk-planted"),
-        options={"extra_headers": {"X-Extra": "1"}},
+        options={
+            "extra_headers": {"X-Extra": "1", "user-agent": "mine"},
+            "extra_query": {"api-version": "2", "a": [1, 2]},
+        },
     ) as it:
         await it.ask(LONG)
         assert endpoint.asks[0].headers["authorization"] == "Bearer sk-planted"
         assert endpoint.asks[0].headers["x-extra"] == "1"
+        assert endpoint.asks[0].headers["user-agent"] == "mine"
+        assert endpoint.asks[0].headers["content-type"] == "application/json"
+        assert endpoint.asks[0].path == "/v1/chat/completions"
+        assert parse_qs(endpoint.asks[0].query) == {"api-version": ["2"], "a[]": ["1", "2"]}
     assert "planted" not in caplog.text
     assert LONG not in caplog.text
 
