@@ -170,7 +170,7 @@ def fingerprint_of(spec: QuerySpec, input_format: str, files: Sequence[InputFile
     """Hash of what decides the replies."""
     decides = {
         "numbering": _NUMBERING,
-        "files": [(file.path, file.size, file.changed_s) for file in files],
+        "files": [(file.path, file.size, file.changed_s, file.keys) for file in files],
         "input_format": input_format,
         **{
             name: getattr(spec, name)

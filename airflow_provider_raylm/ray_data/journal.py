@@ -5,10 +5,11 @@ A reply costs money and minutes; a job dies at any point. Each query actor hands
 `<output>/_raylm/runs/<fingerprint>/journal/<block>/` every two seconds. What a kill can cost is the rows in flight
 and those of the last two seconds.
 
-Why not Ray Data's `checkpoint_config`: it keeps ids, not replies, and it learns of a row only when that row's block
-has been written by the sink; until then every finished reply of every unfinished block is lost with the job. It
-needs an id column from the user, keeps all ids in memory, and Ray has it from 2.51 on, as alpha. See
-`tests/integration/test_output_resume.py`, which counts what each costs.
+Why not Ray Data's `checkpoint_config`, as of Ray 2.60: it stores ids, and only of rows that a write task has written
+to the end; a finished reply that has not reached its output file is lost with the job. It needs a column of unique
+ids that comes through to the sink, and loads all ids into each of its filter actors. A sink that is not one of Ray's
+file sinks, as ours with its staging, gets its checkpoint after the write and so may write rows twice. Its file system
+is pickled into tasks, with the keys in it (see `storage.py`).
 
 Files are never changed and their names never reused, so nothing here depends on which of two writers was last, and
 a reply stored twice is the same reply. When a writer has made `_PARTS` files of one block it replaces them by one;

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from airflow_provider_raylm.exceptions import OutputError, RaylmError
@@ -37,6 +40,7 @@ class FolderLock:
         delete: Removes it; one that is gone is fine.
         folder: For messages.
         owner: Shown to whoever comes second: dag, task, run.
+        process: Identifies the owner's process, see `this_process`.
         is_dead: Told the lock of another owner; `True` when that owner is known to have ended.
     """
 
@@ -48,6 +52,7 @@ class FolderLock:
         *,
         folder: str,
         owner: Mapping[str, str],
+        process: Mapping[str, Any] | None = None,
         is_dead: Callable[[Mapping[str, Any]], bool] = lambda lock: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -55,6 +60,7 @@ class FolderLock:
         self._read, self._write, self._delete = read, write, delete
         self._folder = folder
         self._owner = dict(owner)
+        self._process = dict(process or {})
         self._is_dead = is_dead
         self._clock, self._sleep = clock, sleep
         self._name = uuid.uuid4().hex
@@ -157,7 +163,8 @@ class FolderLock:
     def _beat(self) -> None:
         self._beats += 1
         began_s = self._clock()
-        self._write(json.dumps({"name": self._name, "beat": self._beats, "owner": self._owner}).encode())
+        lock = {"name": self._name, "beat": self._beats, "owner": self._owner, "process": self._process}
+        self._write(json.dumps(lock).encode())
         self._confirmed_s = began_s
 
     def _run(self) -> None:
@@ -174,5 +181,33 @@ def folder_lock(fs: Any, path: str, **kwargs: Any) -> FolderLock:
         lambda: store.read_bytes(fs, path),
         lambda data: store.write_bytes(fs, path, data),
         lambda: store.delete_files(fs, [path]),
+        process=this_process(),
+        is_dead=has_ended_here,
         **kwargs,
     )
+
+
+def this_process() -> dict[str, Any]:
+    """What tells this process from every other one; empty where `/proc` does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # process ids mean something only inside their namespace: containers of one machine have several
+        space = f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return {}
+    return {"space": space, "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def has_ended_here(lock: Mapping[str, Any]) -> bool:
+    """Whether a lock's owner was a process of this machine that is gone."""
+    owner, here = lock.get("process") or {}, this_process()
+    return bool(here) and owner.get("space") == here["space"] and _started(owner["pid"]) != owner["started"]
+
+
+def _started(pid: int) -> str | None:
+    """When a living process began, in ticks of this machine; `None` when it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]

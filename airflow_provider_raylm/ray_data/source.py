@@ -158,6 +158,7 @@ def list_input(
     """
     found: dict[str, InputFile] = {}
     skipped: list[str] = []
+    by_suffix = "jsonl" if input_format == "openai_batch" else input_format
     for path in [paths] if isinstance(paths, str) else paths:
         fs, root = store.open_filesystem(path, storage)
         with store.explained(path):
@@ -173,9 +174,7 @@ def list_input(
                     entries = [store.FileEntry(root, info.size, changed_s)]
                 else:
                     raise SpecError(f"input_path {path!r} holds no files (names with a leading _ or . are skipped)")
-        wanted = [
-            e for e in entries if len(entries) == 1 or _format(e.path) in (input_format, None) or not input_format
-        ]
+        wanted = [e for e in entries if len(entries) == 1 or not by_suffix or _format(e.path) in (by_suffix, None)]
         skipped += [e.path for e in entries if e not in wanted]
         for e in wanted:
             found[e.path] = InputFile(e.path, e.size, e.changed_s, keys=_keys(store.relative(e.path, root)))

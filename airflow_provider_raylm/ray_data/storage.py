@@ -47,6 +47,8 @@ CHECKSUM_VARIABLE = "AWS_REQUEST_CHECKSUM_CALCULATION"
 _MAX_ATTEMPTS = (
     10  # of one request, with the SDK's exponential pauses: about half a minute of a store that says SlowDown
 )
+_CONNECT_TIMEOUT_S = 10.0
+_REQUEST_TIMEOUT_S = 60.0  # without a byte; pyarrow's own 3 s end requests when either side is merely busy
 _DELETE_THREADS = 16
 _RENEW_BEFORE_S = 300.0
 
@@ -120,6 +122,8 @@ def _make_client(storage: StorageSpec) -> tuple[Any, float | None]:
     options: dict[str, Any] = {
         "allow_delayed_open": True,  # one request for a small object instead of the three of a multipart upload
         "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=_MAX_ATTEMPTS),
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "request_timeout": _REQUEST_TIMEOUT_S,
         "force_virtual_addressing": storage.addressing_style == "virtual",
         "region": storage.region,
     }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from airflow_provider_raylm.exceptions import OutputError
-from airflow_provider_raylm.ray_data.lock import EXPIRY_S, SETTLE_S, FolderLock
+from airflow_provider_raylm.ray_data import lock as lock_module
+from airflow_provider_raylm.ray_data.lock import EXPIRY_S, SETTLE_S, FolderLock, has_ended_here, this_process
 
 
 class Store:
@@ -105,3 +109,18 @@ def test_an_owner_that_finds_another_name_stops():
         first.check()
     first.release()
     assert store.data is not None
+
+
+def test_a_process_of_this_machine_that_has_ended_is_not_waited_for():
+    """A killed driver's lock is void at once; that of a living process, or of another machine, is not."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        owner = {**this_process(), "pid": child.pid, "started": lock_module._started(child.pid)}
+        assert not has_ended_here({"process": owner})
+    finally:
+        child.kill()
+        child.wait()
+    assert has_ended_here({"process": owner})
+    assert has_ended_here({"process": {**this_process(), "started": "another process had this number"}})
+    assert not has_ended_here({"process": {**owner, "space": "elsewhere"}})
+    assert not has_ended_here({})

@@ -77,6 +77,15 @@ def test_batch_files_become_rows_with_the_request_as_text(tmp_path):
     assert table["body"].to_pylist() == ['{"k": 0}', '{"kk": 1}']
 
 
+def test_a_folder_of_batch_files_is_read_and_other_formats_in_it_are_not(tmp_path):
+    """Batch files are known by the suffix of JSON Lines."""
+    line = json.dumps({"custom_id": "1", "body": {}})
+    _write(tmp_path, a__jsonl=line, b__jsonl=line, c__csv="x")
+    input_format, files = list_input(str(tmp_path), None, "openai_batch")
+    assert input_format == "openai_batch"
+    assert [storage.relative(file.path, str(tmp_path)) for file in files] == ["a.jsonl", "b.jsonl"]
+
+
 def test_a_stored_plan_is_the_same_plan(tmp_path):
     """JSON and back, so that a run taken up numbers its rows as before."""
     (tmp_path / "d=1").mkdir()
