@@ -283,10 +283,11 @@ def _execute(
         reporter.close(flow)
         output.write_json(keeper.trace(), "flow.json")
         return sink.written, flow
-    except RaylmError:
-        raise
     except Exception as exc:
-        raise _plain(exc) from exc
+        # Ray raises a class of its own that is also the class of ours: both, and with a traceback for a message
+        if (error := _plain(exc)) is exc:
+            raise
+        raise error from exc
     finally:
         keeper.stop()
 

@@ -124,3 +124,14 @@ def test_a_process_of_this_machine_that_has_ended_is_not_waited_for():
     assert has_ended_here({"process": {**this_process(), "started": "another process had this number"}})
     assert not has_ended_here({"process": {**owner, "space": "elsewhere"}})
     assert not has_ended_here({})
+
+
+def test_the_lock_of_an_owner_that_is_known_to_be_dead_is_taken_at_once():
+    """Without the wait for a beat."""
+    store = Store()
+    store.lock().acquire()
+    store.now = 0.0
+    second = store.lock(is_dead=lambda lock: True)
+    second.acquire()
+    assert store.now == SETTLE_S
+    second.check()

@@ -1,0 +1,326 @@
+"""The query job on a real cluster and a strict store: killed anywhere and started again, each row is there once.
+
+Kills are SIGKILL to real processes at seeded points. The endpoint answers a seeded number of rows and holds the
+others, so a kill meets rows that are stored, finished but not stored, in flight and not asked yet. The rows that
+were stored at that moment are read from the store itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import secrets
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.dataset as pads
+import pyarrow.parquet as pq
+import pytest
+
+from airflow_provider_raylm.job_package import staged
+from airflow_provider_raylm.ray_data import storage
+from airflow_provider_raylm.spec import ERROR_PREFIX, RESULT_PREFIX, QuerySpec, StorageSpec
+from demo.object_store import ObjectStore, object_store
+from demo.ray_head import RayNode, start_head
+from tests.support.mock_endpoint import Answer, Ask, MockEndpoint, refusal
+
+pytestmark = pytest.mark.integration
+
+SEED = 6
+ROWS = 400
+CPUS = 8
+POSTPROCESS = """
+def keep_even(batch):
+    return batch[batch["id"] % 2 == 0].assign(length=lambda rows: rows["text"].str.len())
+"""
+
+
+class Lab:
+    """One head, which may be replaced, one store, and jobs on them."""
+
+    def __init__(self, store: ObjectStore, folder: Path) -> None:
+        self.store = store
+        self.api_key, self.wrong_key = f"sk-{secrets.token_hex(16)}", f"sk-{secrets.token_hex(16)}"
+        self.wrong_secret = secrets.token_hex(16)
+        self.storage = StorageSpec(
+            endpoint_url=store.endpoint_url,
+            region=store.region,
+            access_key_id=store.access_key_id,
+            secret_access_key=store.secret_access_key,
+        )
+        self.fs, _ = storage.open_filesystem("oss://lake", self.storage)
+        self.module = folder / "lab_functions"
+        self.module.mkdir()
+        (self.module / "__init__.py").write_text(POSTPROCESS)
+        self.node: RayNode = start_head(num_cpus=CPUS)
+
+    def write_input(self, name: str, rows: int) -> str:
+        table = pa.table({"id": pa.array(range(rows), pa.int64()), "text": [f"row {i}" for i in range(rows)]})
+        pq.write_table(table, f"lake/in/{name}.parquet", filesystem=self.fs, row_group_size=100)
+        return f"oss://lake/in/{name}.parquet"
+
+    def spec(self, endpoint: MockEndpoint, input_path: str, output: str, **changes: Any) -> QuerySpec:
+        values: dict[str, Any] = {
+            "model": "m",
+            "base_url": endpoint.base_url,
+            "api_key": self.api_key,
+            "input_path": input_path,
+            "output_path": f"oss://lake/out/{output}",
+            "prompt_col": "text",
+            "concurrency": 1,
+            "storage": self.storage,
+            "labels": {"dag": "resume", "task": output},
+        }
+        return QuerySpec(**{**values, **changes})
+
+    def client(self) -> Any:
+        from ray.job_submission import JobSubmissionClient
+
+        return JobSubmissionClient(self.node.dashboard_url, headers={"Authorization": f"Bearer {self.node.token}"})
+
+    def submit(self, spec: QuerySpec) -> str:
+        with staged(spec) as package:
+            return str(
+                self.client().submit_job(
+                    entrypoint="python -m airflow_provider_raylm.ray_data.job",
+                    runtime_env={"py_modules": [str(package), str(self.module)]},
+                )
+            )
+
+    def ended(self, job_id: str, *, timeout_s: float = 90.0) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Wait for a job's end; its result line, its error line."""
+        client = self.client()
+        wait_until(lambda: client.get_job_status(job_id).is_terminal(), timeout_s, lambda: client.get_job_logs(job_id))
+        lines = client.get_job_logs(job_id).splitlines()
+        found = [
+            next((json.loads(line[len(prefix) :]) for line in lines if line.startswith(prefix)), None)
+            for prefix in (RESULT_PREFIX, ERROR_PREFIX)
+        ]
+        assert any(found) or client.get_job_status(job_id).value == "FAILED"
+        return found[0], found[1]
+
+    def succeeded(self, job_id: str) -> dict[str, Any]:
+        result, error = self.ended(job_id)
+        assert result is not None, error or self.client().get_job_logs(job_id)[-3000:]
+        return result
+
+    def get(self, path: str) -> bytes:
+        """What Ray's dashboard answers."""
+        headers = {"Authorization": f"Bearer {self.node.token}"}
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(urllib.request.Request(self.node.dashboard_url + path, headers=headers), timeout=30) as answer:
+            return bytes(answer.read())
+
+    def driver(self, job_id: str) -> int:
+        return int(self.client().get_job_info(job_id).driver_info.pid)
+
+    def query_actors(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.Process(self.node.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "AiQuery" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def kill_head(self) -> None:
+        """Everything at once, as when the machine goes."""
+        for process in [
+            *psutil.Process(self.node.process.pid).children(recursive=True),
+            psutil.Process(self.node.process.pid),
+        ]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.node.stop()
+
+    def stored(self, output: str) -> set[str]:
+        """Prompts of the rows whose replies are in the run's journal."""
+        found = set()
+        for path in (self.store.folder / "out" / output / "_raylm" / "runs").glob("*/journal/*/*.parquet"):
+            # one that is being written or was just replaced
+            with contextlib.suppress(OSError, pa.ArrowInvalid):
+                replies = pq.read_table(path, partitioning=None)["reply"].to_pylist()
+                found |= {json.loads(reply)["content"].removeprefix("re: ") for reply in replies}
+        return found
+
+    def output(self, output: str) -> pa.Table:
+        """What a reader sees who knows nothing of this package."""
+        assert self.fs.get_file_info(f"lake/out/{output}/_SUCCESS").is_file
+        return pads.dataset(f"lake/out/{output}", filesystem=self.fs, format="parquet").to_table()
+
+
+def wait_until(condition: Any, timeout_s: float, explain: Any = lambda: "") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {explain()[-3000:]}"
+        time.sleep(0.1)
+
+
+class Held:
+    """Answers `count` requests and keeps the others waiting."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.answered = 0
+
+    def __call__(self, ask: Ask) -> Answer:
+        if self.answered >= self.count:
+            return Answer(delay_s=300.0)
+        self.answered += 1
+        return Answer(content=f"re: {ask.text}", delay_s=0.2)
+
+
+def answer(ask: Ask) -> Answer:
+    return Answer(content=f"re: {ask.text}", delay_s=0.05)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with object_store() as store:
+        lab = Lab(store, tmp_path_factory.mktemp("lab"))
+        try:
+            yield lab
+        finally:
+            lab.kill_head()  # its orderly end takes half a minute
+
+
+def texts(ids: Any) -> set[str]:
+    return {f"row {i}" for i in ids}
+
+
+def wait_for_the_kill(lab: Lab, rng: random.Random, held: Held, output: str, job_id: str) -> None:
+    """Until the endpoint has answered its number of rows and some of them are newly stored, and a moment longer."""
+    seen = len(lab.stored(output))
+
+    def log() -> str:
+        return str(lab.client().get_job_logs(job_id))
+
+    wait_until(lambda: held.answered >= held.count, 60, log)
+    wait_until(lambda: len(lab.stored(output)) > seen, 30, log)
+    time.sleep(rng.uniform(0, 1))
+
+
+def test_a_killed_driver_and_then_a_killed_head_cost_only_what_was_not_stored(lab: Lab) -> None:
+    """After each kill the next attempt asks for the rows that were not stored, all of them and once."""
+    rng = random.Random(SEED)
+    path = lab.write_input("kill", ROWS)
+    with MockEndpoint() as endpoint:
+        spec = lab.spec(endpoint, path, "kill")
+        for kill in ("driver", "head"):
+            endpoint.script = held = Held(rng.randint(60, 150))
+            begun, stored_before = len(endpoint.asks), lab.stored("kill")
+            job_id = lab.submit(spec)
+            wait_for_the_kill(lab, rng, held, "kill", job_id)
+            if kill == "driver":
+                os.kill(lab.driver(job_id), signal.SIGKILL)
+                assert lab.ended(job_id) == (None, None)
+            else:
+                lab.kill_head()
+                lab.node = start_head(num_cpus=CPUS)
+            asks = [ask.text for ask in endpoint.asks[begun:]]
+            assert len(asks) == len(set(asks)) <= held.count + endpoint.most_in_flight
+            assert not stored_before & set(asks), "a stored row was asked again"
+            assert not lab.fs.get_file_info("lake/out/kill/_SUCCESS").is_file
+        begun, stored = len(endpoint.asks), lab.stored("kill")
+        endpoint.script = answer
+        result = lab.succeeded(lab.submit(spec))
+        asks = [ask.text for ask in endpoint.asks[begun:]]
+        assert sorted(asks) == sorted(texts(range(ROWS)) - stored)
+        assert (result["rows_in"], result["rows"], result["errors"]) == (ROWS, ROWS, 0)
+        assert result["rows_resumed"] == len(stored) > 0
+    rows = lab.output("kill").to_pylist()
+    assert sorted(row["id"] for row in rows) == list(range(ROWS))
+    assert all(row["generated_text"]["content"] == f"re: {row['text']}" for row in rows)
+
+
+def test_a_killed_query_actor_is_replaced_within_the_job(lab: Lab) -> None:
+    """The job goes on by itself, asks no stored row again, and `postprocess` and the size of files are as asked."""
+    rng = random.Random(SEED)
+    path = lab.write_input("actor", ROWS)
+    with MockEndpoint() as endpoint:
+        endpoint.script = held = Held(rng.randint(60, 150))
+        job_id = lab.submit(
+            lab.spec(endpoint, path, "actor", max_rows_per_file=64, postprocess="lab_functions:keep_even")
+        )
+        wait_for_the_kill(lab, rng, held, "actor", job_id)
+        actors = lab.query_actors()
+        assert len(actors) == 1
+        endpoint.script = answer
+        actors[0].kill()
+        begun, stored = len(endpoint.asks), lab.stored("actor")
+        result = lab.succeeded(job_id)
+        again = [ask.text for ask in endpoint.asks[begun:]]
+    assert sorted(again) == sorted(texts(range(ROWS)) - stored)
+    assert (result["rows_in"], result["rows"], result["rows_filtered"]) == (ROWS, ROWS // 2, ROWS // 2)
+    table = lab.output("actor")
+    assert sorted(table["id"].to_pylist()) == list(range(0, ROWS, 2))
+    assert table["length"].to_pylist() == [len(text) for text in table["text"].to_pylist()]
+    assert len(result["files"]) >= ROWS // 64
+    assert max(file["rows"] for file in result["files"]) <= 64
+
+
+@pytest.fixture(scope="module")
+def ended(lab: Lab) -> Iterator[dict[str, Any]]:
+    """Jobs that run side by side: `(job id, result line, error line)` of each."""
+
+    def script(ask: Ask) -> Answer:
+        if ask.headers["authorization"] != f"Bearer {lab.api_key}":
+            # as hosted endpoints do
+            return refusal(401, f"Incorrect API key provided: {ask.headers['authorization']}")
+        return refusal(400, "no") if ask.text in ("row 3", "row 4") else answer(ask)
+
+    few, none = lab.write_input("few", 40), lab.write_input("none", 0)
+    wrong = dataclasses.replace(lab.storage, secret_access_key=lab.wrong_secret)
+    with MockEndpoint(script) as endpoint:
+        specs = {
+            "full": lab.spec(endpoint, few, "full", max_error_rate=1.0),
+            "empty": lab.spec(endpoint, none, "empty"),
+            "policy": lab.spec(endpoint, few, "policy", max_errors=1),
+            "refused": lab.spec(endpoint, few, "refused", api_key=lab.wrong_key),
+            "store": lab.spec(endpoint, few, "store", storage=wrong),
+        }
+        jobs = {name: lab.submit(spec) for name, spec in specs.items()}
+        yield {name: (job_id, *lab.ended(job_id)) for name, job_id in jobs.items()}
+
+
+def test_no_row_is_a_finished_output_with_its_columns(lab: Lab, ended: dict[str, Any]) -> None:
+    """Zero rows in: zero rows out, `_SUCCESS`, and a schema for readers."""
+    assert ended["empty"][1]["rows_in"] == ended["empty"][1]["rows"] == 0
+    table = lab.output("empty")
+    assert (table.num_rows, table.column_names) == (0, ["id", "text", "generated_text"])
+
+
+def test_too_many_failed_rows_fail_the_job_and_leave_no_output(lab: Lab, ended: dict[str, Any]) -> None:
+    """Two rows fail where one may: the policy says so, and readers see nothing."""
+    assert ended["full"][1]["errors"] == 2
+    assert ended["policy"][2]["type"] == "PartialFailureError"
+    assert ended["policy"][2]["message"].startswith("2 rows failed, max_errors is 1")
+    assert storage.list_files(lab.fs, "lake/out/policy") == []
+    assert not lab.fs.get_file_info("lake/out/policy/_SUCCESS").is_file
+
+
+def test_keys_are_nowhere_to_be_read(lab: Lab, ended: dict[str, Any]) -> None:
+    """After a full run and runs that failed over each key: not in Ray's answers, its logs, or the output folder."""
+    assert ended["full"][1] is not None
+    assert ended["refused"][2]["type"] == "TerminalEndpointError"
+    assert ended["store"][2]["type"] == "StorageError"
+    texts = {path: lab.get(path) for path in ("/api/jobs/", "/api/v0/actors?detail=1", "/api/v0/tasks?detail=1")}
+    for name, (job_id, *_) in ended.items():
+        texts[f"log of {name}"] = lab.client().get_job_logs(job_id).encode()
+        texts[f"info of {name}"] = lab.get(f"/api/jobs/{job_id}")
+    for folder in (lab.node.temp_dir / "session_latest" / "logs", lab.store.folder / "out"):
+        texts |= {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert any("manifest.json" in name for name in texts)
+    assert b"raylm.error" in texts["log of refused"]
+    assert b"py_modules" in texts["info of full"]
+    keys = [lab.api_key, lab.wrong_key, lab.store.secret_access_key, lab.wrong_secret]
+    shown = [name for name, text in texts.items() if any(key.encode() in text for key in keys)]
+    assert shown == []
