@@ -18,6 +18,8 @@ OVERHEAD_S = 0.05
 PREFILL_STEPS = 6.0
 """Steps of the model a prompt may take before its first token without having waited: it joins a running step, is cut
 into chunks, and shares them with others."""
+LEAST_STEP_S = 0.001
+"""No model steps faster; tokens that come closer together were held back by a server or gateway, and sent at once."""
 MIN_PROBES = 6
 MIN_FIT_ROWS = 32
 
@@ -85,6 +87,18 @@ def plausible(load: Load, *, in_flight: float, in_network: float) -> bool:
     return load.waiting + load.running >= 0.7 * (in_flight - in_network) - 2
 
 
+def are_buffered(probes: Sequence[Sample]) -> bool:
+    """Whether most of these streamed rows came whole: their first token then shows when the last one was made."""
+    several = [s for s in probes if s.ttft_s is not None and s.completion_tokens > 1]
+    return sum(_step_s(s) < LEAST_STEP_S for s in several) > len(several) / 2
+
+
+def _step_s(probe: Sample) -> float:
+    """Seconds from one token to the next; 0 where there is only one."""
+    rest_s = probe.done_s - probe.sent_s - (probe.ttft_s or 0.0)
+    return rest_s / (probe.completion_tokens - 1) if probe.completion_tokens > 1 else 0.0
+
+
 def share_from_probes(samples: Sequence[Sample], *, latency_s: float, overhead_s: float = OVERHEAD_S) -> float | None:
     """Waiting share from streamed rows: time before the first token that steps of the model do not explain.
 
@@ -96,14 +110,10 @@ def share_from_probes(samples: Sequence[Sample], *, latency_s: float, overhead_s
         latency_s: Mean latency of the rows that ended lately.
         overhead_s: Time of a reply that is neither queue nor model.
     """
-    waits = []
-    for s in samples:
-        if s.ttft_s is None or s.outcome != "success":
-            continue
-        step = (s.done_s - s.sent_s - s.ttft_s) / (s.completion_tokens - 1) if s.completion_tokens > 1 else 0.0
-        waits.append(max(0.0, s.ttft_s - PREFILL_STEPS * step - overhead_s))
-    if len(waits) < MIN_PROBES or latency_s <= 0:
+    probes = [s for s in samples if s.ttft_s is not None and s.outcome == "success"]
+    if len(probes) < MIN_PROBES or latency_s <= 0 or are_buffered(probes):
         return None
+    waits = [max(0.0, (s.ttft_s or 0.0) - PREFILL_STEPS * _step_s(s) - overhead_s) for s in probes]
     return min(1.0, statistics.fmean(waits) / latency_s)
 
 

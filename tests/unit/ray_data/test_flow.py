@@ -141,6 +141,14 @@ def test_stops_asking_for_probes_that_never_come() -> None:
     assert not any(flow.wants_stream(2.0) for _ in range(1000))
 
 
+def test_answers_that_arrive_whole_are_measured_by_their_length() -> None:
+    """A gateway that holds streams back: the fit over finished rows decides, not the probes."""
+    flow = Flow(0.0)
+    rows = [Sample(10.0, 10.2 + 0.01 * n, "success", 10, n, ttft_s=0.2 + 0.01 * n - 1e-3) for n in range(20, 84)]
+    flow.add(12.0, tally(success=len(rows)), rows)
+    assert (flow.tick(12.0)["signal"], flow.tick(13.0)["waiting_share"]) == ("fit", pytest.approx(0.13, abs=0.05))
+
+
 def test_the_engine_loses_no_row_and_no_token() -> None:
     """The simulated engine ends every request with all its tokens, preempted or not, and gives all memory back."""
     engine = Engine(Shape(name="tight", max_num_seqs=32, kv_tokens=3000))

@@ -79,6 +79,26 @@ def test_probes_and_fit_find_the_time_waited(wait_s: float) -> None:
     assert share_from_fit(plain) == pytest.approx(wait_s / latency_s, rel=0.35)
 
 
+@pytest.mark.parametrize(
+    ("whole", "tokens", "expected"),
+    [
+        pytest.param(12, 50, None, id="whole answers"),
+        pytest.param(12, 2, None, id="two tokens at once"),
+        pytest.param(7, 50, None, id="most of them"),
+        pytest.param(5, 50, 0.75, id="a few tokens that met on the way"),
+        pytest.param(12, 1, 0.75, id="one token is always whole"),
+    ],
+)
+def test_a_stream_that_was_held_back_tells_nothing(whole: int, tokens: int, expected: float | None) -> None:
+    """An answer sent at once shows its first token when its last was made; that is not taken for a queue."""
+    probes = [
+        Sample(0.0, 0.8 if i < whole else 0.8 + 0.02 * tokens, "success", 10, tokens, 0.8 - 1e-4 * tokens)
+        for i in range(12)
+    ]
+    share = share_from_probes(probes, latency_s=1.0)
+    assert share is expected if expected is None else share == pytest.approx(expected, abs=0.1)
+
+
 def test_no_wait_is_no_share() -> None:
     """Long answers alone are not a queue."""
     assert share_from_probes(rows(0.0, stream=True), latency_s=3.0) == 0
