@@ -3,6 +3,7 @@
     <output>/part-<run>-….parquet           what readers see
     <output>/_SUCCESS                       there only while the folder holds one finished state
     <output>/_raylm/manifest.json           the files that belong to it, and what they are
+    <output>/_raylm/results/part-….jsonl    the last run's replies in the batch format, if its input was in it
     <output>/_raylm/lock.json               who is writing, see `lock.py`
     <output>/_raylm/commit.json             a commit that has begun
     <output>/_raylm/runs/<fingerprint>/     an unfinished run: plan, replies, staged files
@@ -43,6 +44,7 @@ from airflow_provider_raylm.spec import Manifest, WriteMode, from_json
 
 PRIVATE = "_raylm"
 SUCCESS = "_SUCCESS"
+RESULTS = "results"
 ABANDONED_S = 14 * 86400.0
 _TRIES = ("try_number", "attempt")
 
@@ -171,6 +173,9 @@ class OutputFolder:
                     store.copy(self.fs, self.path(intent["staging"], entry["path"]), target)
 
             store.each(place, manifest["files"])
+            store.delete_folder(self.fs, self.path(PRIVATE, RESULTS))
+            for entry in store.list_files(self.fs, self.path(intent["staging"], RESULTS)):
+                store.copy(self.fs, entry.path, self.path(PRIVATE, RESULTS, entry.path.rpartition("/")[2]))
             self.write_json(manifest, "manifest.json")
             self.check()
             store.delete_files(self.fs, [self.path(path) for path in intent["removed"]])

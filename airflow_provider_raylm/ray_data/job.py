@@ -3,6 +3,9 @@
     list the input → take up an unfinished run of the same fingerprint, or plan a new one → read → ai_query → stage →
     check that every row is there once, and the error policy → commit
 
+Rows that came from batch files are written twice: as Parquet like all others, and as lines of the batch format to
+`_raylm/results/`, where readers of the folder do not see them.
+
 Until the commit nothing in the output folder changes but `_raylm/`. The fingerprint covers what decides the
 replies: the input files as listed, and the request. It covers neither the endpoint's address (a model that is
 deployed again gives the same answers elsewhere) nor what happens to the rows afterwards.
@@ -25,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import ray
 import ray.data
 
@@ -32,7 +36,8 @@ import airflow_provider_raylm
 from airflow_provider_raylm.exceptions import RaylmError, SpecError
 from airflow_provider_raylm.job_main import run_job, say
 from airflow_provider_raylm.ray_data import storage as store
-from airflow_provider_raylm.ray_data.commit import PRIVATE, OutputFolder, check_complete, settle_schema
+from airflow_provider_raylm.ray_data.batch_files import result_lines
+from airflow_provider_raylm.ray_data.commit import PRIVATE, RESULTS, OutputFolder, check_complete, settle_schema
 from airflow_provider_raylm.ray_data.journal import Journal
 from airflow_provider_raylm.ray_data.keeper import start_keeper
 from airflow_provider_raylm.ray_data.lock import folder_lock
@@ -160,10 +165,27 @@ def _run_locked(spec: QuerySpec, query: Query, output: OutputFolder) -> Manifest
         },
         labels=spec.labels,
     )
+    if input_format == "openai_batch" and {"custom_id", spec.output_col} <= set(schema.names):
+        store.each(lambda file: _write_results(spec, output, staging, file.name), settled)
     output.commit(fingerprint, staging, manifest, standing)
     output.delete_abandoned(except_run=fingerprint)
     say(f"committed {rows_out} rows to {spec.output_path}")
     return manifest
+
+
+def _write_results(spec: QuerySpec, output: OutputFolder, staging: str, name: str) -> None:
+    """A staged file's rows once more, as the hosted batch APIs give results."""
+    target = output.path(staging, RESULTS, f"{name.removesuffix('.parquet')}.jsonl")
+    if store.is_local(output.fs):
+        output.fs.create_dir(target.rpartition("/")[0], recursive=True)
+    with (
+        pq.ParquetFile(output.path(staging, name), filesystem=output.fs) as parquet,
+        output.fs.open_output_stream(target) as stream,
+    ):
+        for batch in parquet.iter_batches(batch_size=1024, columns=["custom_id", spec.output_col]):
+            rows = pa.Table.from_batches([batch])
+            for line in result_lines(rows, output_col=spec.output_col, model=spec.model, endpoint=spec.endpoint):
+                stream.write(f"{line}\n".encode())
 
 
 def fingerprint_of(spec: QuerySpec, input_format: str, files: Sequence[InputFile]) -> str:

@@ -68,6 +68,13 @@ class Lab:
         pq.write_table(table, f"lake/in/{name}.parquet", filesystem=self.fs, row_group_size=100)
         return f"oss://lake/in/{name}.parquet"
 
+    def write_batch(self, name: str, rows: int) -> str:
+        for i in range(rows):
+            body = {"model": "m", "messages": [{"role": "user", "content": f"row {i}"}]}
+            line = {"custom_id": f"c-{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            storage.write_bytes(self.fs, f"lake/in/{name}/{i:02d}.jsonl", json.dumps(line).encode())
+        return f"oss://lake/in/{name}/"
+
     def spec(self, endpoint: MockEndpoint, input_path: str, output: str, **changes: Any) -> QuerySpec:
         values: dict[str, Any] = {
             "model": "m",
@@ -209,7 +216,10 @@ def wait_for_the_kill(lab: Lab, rng: random.Random, held: Held, output: str, job
 
 
 def test_a_killed_driver_and_then_a_killed_head_cost_only_what_was_not_stored(lab: Lab) -> None:
-    """After each kill the next attempt asks for the rows that were not stored, all of them and once."""
+    """After each kill the next attempt asks for the rows that were not stored, all of them and once.
+
+    The last attempt does so on a store that says SlowDown to every seventh request and cuts every fifth download.
+    """
     rng = random.Random(SEED)
     path = lab.write_input("kill", ROWS)
     with MockEndpoint() as endpoint:
@@ -231,7 +241,9 @@ def test_a_killed_driver_and_then_a_killed_head_cost_only_what_was_not_stored(la
             assert not lab.fs.get_file_info("lake/out/kill/_SUCCESS").is_file
         begun, stored = len(endpoint.asks), lab.stored("kill")
         endpoint.script = answer
+        lab.store.faults.slow_down_every, lab.store.faults.truncate_every = 7, 5
         result = lab.succeeded(lab.submit(spec))
+        lab.store.faults.slow_down_every = lab.store.faults.truncate_every = 0
         asks = [ask.text for ask in endpoint.asks[begun:]]
         assert sorted(asks) == sorted(texts(range(ROWS)) - stored)
         assert (result["rows_in"], result["rows"], result["errors"]) == (ROWS, ROWS, 0)
@@ -277,12 +289,12 @@ def ended(lab: Lab) -> Iterator[dict[str, Any]]:
             return refusal(401, f"Incorrect API key provided: {ask.headers['authorization']}")
         return refusal(400, "no") if ask.text in ("row 3", "row 4") else answer(ask)
 
-    few, none = lab.write_input("few", 40), lab.write_input("none", 0)
+    few, none, batch = lab.write_input("few", 40), lab.write_input("none", 0), lab.write_batch("batch", 6)
     wrong = dataclasses.replace(lab.storage, secret_access_key=lab.wrong_secret)
     with MockEndpoint(script) as endpoint:
         specs = {
-            "full": lab.spec(endpoint, few, "full", max_error_rate=1.0),
             "empty": lab.spec(endpoint, none, "empty"),
+            "batch": lab.spec(endpoint, batch, "batch", input_format="openai_batch", prompt_col=None, max_errors=2),
             "policy": lab.spec(endpoint, few, "policy", max_errors=1),
             "refused": lab.spec(endpoint, few, "refused", api_key=lab.wrong_key),
             "store": lab.spec(endpoint, few, "store", storage=wrong),
@@ -298,9 +310,21 @@ def test_no_row_is_a_finished_output_with_its_columns(lab: Lab, ended: dict[str,
     assert (table.num_rows, table.column_names) == (0, ["id", "text", "generated_text"])
 
 
+def test_batch_files_give_results_in_their_own_format_too(lab: Lab, ended: dict[str, Any]) -> None:
+    """Each request has its result line by `custom_id`; readers of the folder see the Parquet rows only."""
+    assert lab.output("batch").num_rows == ended["batch"][1]["rows"] == 6
+    lines = []
+    for entry in storage.list_files(lab.fs, "lake/out/batch/_raylm/results"):
+        lines += [json.loads(line) for line in (storage.read_bytes(lab.fs, entry.path) or b"").splitlines()]
+    assert {line["custom_id"]: line["response"]["status_code"] for line in lines} == {
+        f"c-{i}": 400 if i in (3, 4) else 200 for i in range(6)
+    }
+    assert lines[0]["response"]["body"]["choices"][0]["message"]["content"] == "re: row 0"
+
+
 def test_too_many_failed_rows_fail_the_job_and_leave_no_output(lab: Lab, ended: dict[str, Any]) -> None:
     """Two rows fail where one may: the policy says so, and readers see nothing."""
-    assert ended["full"][1]["errors"] == 2
+    assert ended["batch"][1]["errors"] == 2
     assert ended["policy"][2]["type"] == "PartialFailureError"
     assert ended["policy"][2]["message"].startswith("2 rows failed, max_errors is 1")
     assert storage.list_files(lab.fs, "lake/out/policy") == []
@@ -309,7 +333,7 @@ def test_too_many_failed_rows_fail_the_job_and_leave_no_output(lab: Lab, ended: 
 
 def test_keys_are_nowhere_to_be_read(lab: Lab, ended: dict[str, Any]) -> None:
     """After a full run and runs that failed over each key: not in Ray's answers, its logs, or the output folder."""
-    assert ended["full"][1] is not None
+    assert ended["batch"][1] is not None
     assert ended["refused"][2]["type"] == "TerminalEndpointError"
     assert ended["store"][2]["type"] == "StorageError"
     texts = {path: lab.get(path) for path in ("/api/jobs/", "/api/v0/actors?detail=1", "/api/v0/tasks?detail=1")}
@@ -320,7 +344,7 @@ def test_keys_are_nowhere_to_be_read(lab: Lab, ended: dict[str, Any]) -> None:
         texts |= {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert any("manifest.json" in name for name in texts)
     assert b"raylm.error" in texts["log of refused"]
-    assert b"py_modules" in texts["info of full"]
+    assert b"py_modules" in texts["info of batch"]
     keys = [lab.api_key, lab.wrong_key, lab.store.secret_access_key, lab.wrong_secret]
     shown = [name for name, text in texts.items() if any(key.encode() in text for key in keys)]
     assert shown == []

@@ -78,6 +78,18 @@ def test_a_commit_broken_off_at_any_step_is_completed_by_the_next_attempt(tmp_pa
     assert not (tmp_path / "_raylm" / "commit.json").exists()
 
 
+def test_results_in_the_batch_format_are_those_of_the_last_run(tmp_path):
+    """They come with the commit and go with the next one."""
+    output = folder_of(tmp_path)
+    for run, name in (("a", "one.jsonl"), ("b", "two.jsonl"), ("c", None)):
+        staging, manifest = stage(output, run, [1])
+        if name:
+            storage.write_bytes(output.fs, output.path(staging, "results", name), b"{}")
+        output.commit(run, staging, manifest, output.standing("overwrite", {}))
+        found = storage.list_files(output.fs, output.path("_raylm", "results"))
+        assert [entry.path.rpartition("/")[2] for entry in found] == ([name] if name else [])
+
+
 def test_overwrite_refuses_files_of_others(tmp_path):
     """A mistyped path costs nobody a table."""
     (tmp_path / "theirs.parquet").write_text("x")
