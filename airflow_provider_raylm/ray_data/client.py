@@ -30,6 +30,7 @@ httpx: Any = importlib.import_module("httpx2" if int(openai.__version__.split(".
 
 _CONNECT_S = 10.0
 _FILES_BESIDE_CONNECTIONS = 256
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
 def _transport(**options: Any) -> Any:
@@ -128,7 +129,7 @@ class EndpointClient:
         response = await self._send({**body, "stream": True, "stream_options": {"include_usage": True}}, stream=True)
         async with contextlib.aclosing(response), contextlib.aclosing(_events(response)) as events:
             async for event in events:
-                if ttft_s is None and event.get("choices"):
+                if ttft_s is None and has_token(event):
                     ttft_s = time.monotonic() - sent_s
                 joined.add(event)
         return self._reply(joined.body(), body), ttft_s
@@ -178,6 +179,17 @@ async def _events(response: Any) -> AsyncGenerator[dict[str, Any], None]:
             yield event
 
 
+def has_token(event: Mapping[str, Any]) -> bool:
+    """Whether the model had begun when this event was sent; some servers open a stream before that."""
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        if choice.get("finish_reason") or choice.get("text") or delta.get("tool_calls"):
+            return True
+        if any(delta.get(key) for key in _TEXTS):
+            return True
+    return False
+
+
 class _Joined:
     """The pieces of a streamed reply, put together to the body that a plain request would have got."""
 
@@ -199,7 +211,7 @@ class _Joined:
             if (logprobs := choice.get("logprobs")) and logprobs.get("content"):
                 self._logprobs.extend(logprobs["content"])
             delta = choice.get("delta") or {"text": choice.get("text")}
-            for key in ("content", "reasoning_content", "reasoning", "refusal", "text"):
+            for key in (*_TEXTS, "text"):
                 if isinstance(delta.get(key), str):
                     self._message[key] = self._message.get(key, "") + delta[key]
             for call in delta.get("tool_calls") or ():

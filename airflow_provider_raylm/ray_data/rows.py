@@ -99,6 +99,8 @@ def _answer(message: Mapping[str, Any], *, thinking_off: bool, finish_reason: st
     if not content and reasoning and thinking_off and not tool_calls:
         # a server-side reasoning parser takes an answer without a closing tag for reasoning
         content, reasoning = reasoning, None
+    if not content and (reasoning or tool_calls):
+        content = None  # a stream opens with an empty text, where the whole reply has none
     if content is None and refusal is not None:
         content = refusal
     if content is None and tool_calls is None and reasoning is None and finish_reason is None:

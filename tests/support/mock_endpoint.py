@@ -208,6 +208,8 @@ class MockEndpoint:
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
         chat = ask.path.endswith("/chat/completions")
+        if chat:
+            await send({"delta": {"role": "assistant", "content": ""}})
         for key in ("reasoning_content", "content"):
             for piece in _pieces(getattr(answer, key)):
                 await send({"delta": {key: piece}} if chat else {"text": piece})
