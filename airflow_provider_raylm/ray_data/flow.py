@@ -101,6 +101,8 @@ class Flow:
     share: float | None = None
     network_s: float = 0.0
     loop_lag_s: float = 0.0
+    _every_s: float = TICK_S
+    _held: deque[int] = field(default_factory=lambda: deque([0], maxlen=4))
     _limit: Limit = field(init=False)
     _breaker: Breaker = field(init=False)
     _samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=512))
@@ -157,10 +159,26 @@ class Flow:
         ):
             self._limit.restart(now_s)
 
+    def expect(self, now_s: float, every_s: float) -> None:
+        """Say that the server's metrics can be read, and change every so many seconds.
+
+        Until the first change, and from one to the next, the limit waits for them. What is timed from here instead
+        cannot tell the server's queue from a busy proxy before it, which more requests in flight do not make longer.
+        """
+        if every_s != self._every_s:
+            self._every_s, self._load_s = every_s, now_s
+
+    @property
+    def _fresh_s(self) -> float:
+        """Age up to which a reading is gone by."""
+        return FRESH_S if self._every_s <= FRESH_S else 1.5 * self._every_s
+
     def see(self, now_s: float, load: Load) -> None:
         """Take in a reading of the server's metrics."""
         in_network = self._rows_per_s * (self.network_s + OVERHEAD_S)
-        if plausible(load, in_flight=self._in_flight, in_network=in_network):
+        # a page that changes seldom is read a few seconds after it did
+        in_flight = self._in_flight if self._every_s <= FRESH_S else min(self._held)
+        if plausible(load, in_flight=in_flight, in_network=in_network):
             self._load, self._load_s, self._load_is_new = load, now_s, True
 
     def holds(self, in_flight: int) -> None:
@@ -201,7 +219,8 @@ class Flow:
 
     def stream_every(self, now_s: float) -> int:
         """Every so manieth request should be streamed, to measure its time to first token; 0 for none."""
-        if now_s - self._load_s <= 2 * FRESH_S or (self.total.success > UNSTREAMED_ROWS and not self._probes_seen):
+        seen = now_s - self._load_s <= max(2 * FRESH_S, self._fresh_s)
+        if seen or (self.total.success > UNSTREAMED_ROWS and not self._probes_seen):
             return 0
         return max(1, round(self._rows_per_s / PROBES_PER_S))
 
@@ -218,6 +237,7 @@ class Flow:
             One row of the trace.
         """
         self._measure_rates(now_s)
+        self._held.append(self._in_flight)
         if not self._breaker.is_open:
             self._limit.step(self._window(now_s))
         self._dropped, self._peak, self._load_is_new = 0, self._in_flight, False
@@ -264,8 +284,8 @@ class Flow:
         overhead_s = OVERHEAD_S + self.network_s + self.loop_lag_s
         share: float | None = None
         basis, blind, settled = recent, False, False
-        if self._load is not None and now_s - self._load_s <= FRESH_S:
-            if self._load_is_new and self._load_s >= self._limit.changed_s + ARRIVED_S:
+        if now_s - self._load_s <= self._fresh_s:
+            if self._load is not None and self._load_is_new and self._load_s >= self._limit.changed_s + ARRIVED_S:
                 share, self.signal = self._load.waiting_share, "metrics"
                 settled = self._load.running <= 1.02 * self._running + 1
                 self._running = self._load.running
@@ -285,7 +305,7 @@ class Flow:
             share=share,
             blind=blind,
             settled=settled,
-            instant=self.signal == "metrics",
+            instant=self.signal == "metrics" and self._every_s <= FRESH_S,
             sent_s=statistics.median(s.sent_s for s in basis) if basis else None,
             used=0.0 if self.loop_lag_s > LAGGING_S else self._peak / max(1, self.limit),
             dropped=self._dropped,

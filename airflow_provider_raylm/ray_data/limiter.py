@@ -338,6 +338,8 @@ async def watch(reader: LoadReader, flow: Flow) -> None:
             if measured is not None:
                 flow.network_s = measured
         load = await reader.read()
+        if reader.every_s is not None:
+            flow.expect(time.monotonic(), reader.every_s)
         if load is not None:
             flow.see(time.monotonic(), load)
         await asyncio.sleep(TICK_S / 2)

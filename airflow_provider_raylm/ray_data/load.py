@@ -32,6 +32,8 @@ from airflow_provider_raylm.ray_data.signals import Load, read_load
 SEARCH_AGAIN_S = 30.0
 TIMEOUT_S = 2.0
 RAY_POLL_S = 2.0
+RAY_REPORT_S = 10.0
+"""Ray's default `metrics_report_interval_ms`."""
 
 
 def metrics_urls(base_url: str) -> list[str]:
@@ -85,6 +87,13 @@ class LoadReader:
         self._ray_s = 0.0
         self._last: Load | None = None
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds between two readings that differ; `None` while no page is found."""
+        if not self._found:
+            return None
+        return RAY_REPORT_S if self._on_ray else 1.0
 
     async def read(self) -> Load | None:
         """The load now, `None` when nothing shows it or, on Ray's pages, nothing has changed since."""

@@ -125,6 +125,34 @@ def test_metrics_read_before_the_requests_arrived_do_not_count() -> None:
     assert flow.limit == 256
 
 
+def test_metrics_that_change_seldom_outweigh_what_is_timed_here() -> None:
+    """Ray's pages change every 10 s. Until then slow first tokens, which a busy proxy explains as well, change nothing."""
+    flow = Flow(0.0, first_limit=64)
+    flow.expect(0.0, 10.0)
+    slow = [Sample(0.1 * i, 0.1 * i + 2.0, "success", completion_tokens=50, ttft_s=1.8) for i in range(20)]
+    flow.add(4.0, tally(success=20), slow)
+    for second in range(1, 10):
+        flow.holds(64)
+        flow.tick(float(second))
+    assert flow.limit == 64
+    flow.see(10.0, Load(waiting=0, running=60))
+    flow.holds(64)
+    flow.tick(10.5)
+    assert (flow.limit, flow.signal) == (128, "metrics")
+    assert not any(flow.wants_stream(20.0) for _ in range(100))
+
+
+def test_metrics_that_stopped_changing_are_left_for_what_is_timed_here() -> None:
+    """When the pages say nothing new for half as long again, probes tell."""
+    flow = Flow(0.0, first_limit=64)
+    flow.expect(0.0, 10.0)
+    slow = [Sample(16 + 0.1 * i, 18 + 0.1 * i, "success", completion_tokens=50, ttft_s=1.8) for i in range(20)]
+    flow.add(20.0, tally(success=20), slow)
+    flow.holds(64)
+    flow.tick(20.5)
+    assert flow.signal == "ttft"
+
+
 def test_streams_no_probes_where_metrics_tell() -> None:
     """Probes cost the client; they are asked for only while nothing cheaper tells."""
     flow = Flow(0.0)
