@@ -126,7 +126,7 @@ def test_metrics_read_before_the_requests_arrived_do_not_count() -> None:
 
 
 def test_metrics_that_change_seldom_outweigh_what_is_timed_here() -> None:
-    """Ray's pages change every 10 s. Until then slow first tokens, which a busy proxy explains as well, change nothing."""
+    """Ray's pages change every 10 s. Till then slow first tokens, which a busy proxy also explains, change nothing."""
     flow = Flow(0.0, first_limit=64)
     flow.expect(0.0, 10.0)
     slow = [Sample(0.1 * i, 0.1 * i + 2.0, "success", completion_tokens=50, ttft_s=1.8) for i in range(20)]
