@@ -62,7 +62,8 @@ log = logging.getLogger(__name__)
 
 _NUMBERING = 1
 """Raised when the same plan would number rows differently, so that older runs are not taken up."""
-_BLOCK_BYTES = 16 * 2**20
+_BLOCK_BYTES = 2**19
+"""A query actor holds some thirty blocks at once, with a few times their size in objects for rows and replies."""
 _IO_CPUS = 0.25
 """Reading and writing wait for the store; they must find room beside the query actors and the model's engines."""
 
