@@ -140,8 +140,9 @@ class _Slots:
 
     @property
     def window(self) -> int:
-        """See `Limiter.window`."""
-        return max(LEAST_WINDOW, WINDOW_FACTOR * self._slots())
+        """See `Limiter.window`. By the job's limit: an actor held up by its window asks for few slots, gets few, and
+        would be held up all the more if the window followed those."""
+        return max(LEAST_WINDOW, WINDOW_FACTOR * self._job_limit())
 
     async def close(self) -> None:
         """See `Limiter.close`."""
@@ -226,7 +227,7 @@ class _Slots:
     def _may_start(self) -> bool:
         raise NotImplementedError
 
-    def _slots(self) -> int:
+    def _job_limit(self) -> int:
         raise NotImplementedError
 
     def _stream(self) -> bool:
@@ -317,7 +318,7 @@ class LocalLimiter(_Slots):
         self.flow.holds(self._in_flight)
         return self.flow.free(time.monotonic()) > 0
 
-    def _slots(self) -> int:
+    def _job_limit(self) -> int:
         return self.flow.limit
 
     def _stream(self) -> bool:
@@ -413,8 +414,8 @@ class KeeperLimiter(_Slots):
     def _may_start(self) -> bool:
         return self._in_flight < self._grant.slots and time.monotonic() >= self._paused_until_s
 
-    def _slots(self) -> int:
-        return self._grant.slots
+    def _job_limit(self) -> int:
+        return self._grant.limit
 
     def _stream(self) -> bool:
         if not self._grant.stream_every:

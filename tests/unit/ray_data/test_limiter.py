@@ -9,7 +9,13 @@ import pytest
 
 from airflow_provider_raylm.exceptions import TransientEndpointError
 from airflow_provider_raylm.ray_data.contracts import Outcome, Sample
-from airflow_provider_raylm.ray_data.limiter import SAMPLES_PER_REPORT, LocalLimiter, connect_limiter
+from airflow_provider_raylm.ray_data.limiter import (
+    SAMPLES_PER_REPORT,
+    Grant,
+    KeeperLimiter,
+    LocalLimiter,
+    connect_limiter,
+)
 
 
 def ended(outcome: Outcome = "success", **kwargs: float) -> Sample:
@@ -104,6 +110,13 @@ async def test_few_samples_stand_for_many(limiter: LocalLimiter) -> None:
     samples, _ = limiter._take()
     assert SAMPLES_PER_REPORT <= len(samples) <= SAMPLES_PER_REPORT + 5
     assert sum(s.ttft_s is not None for s in samples) == 5
+
+
+async def test_the_window_follows_the_limit_of_the_job_not_the_slots_of_the_actor() -> None:
+    """One long row must not starve an actor that was lent few slots; nobody else can ask its rows."""
+    limiter = KeeperLimiter(None, base_url="http://127.0.0.1:9/v1")
+    limiter._grant = Grant(slots=8, limit=256)
+    assert limiter.window == 16 * 256
 
 
 async def test_without_a_keeper_each_actor_is_one_of_many() -> None:
