@@ -192,7 +192,7 @@ def show(report: dict[str, Any], reviews: pa.Table, store: ObjectStore, gone: bo
     say(
         f"rows in {reviews.num_rows}, rows out {labels.num_rows}, errors {errors}, "
         f"tokens {manifest['prompt_tokens']} + {manifest['completion_tokens']}, {manifest['rows_per_s']:.1f} rows/s, "
-        f"output {manifest['output_path']} ({output}), endpoint {'gone' if gone else 'STILL THERE'}"
+        f"output {manifest['output_path']} ({output.relative_to(ROOT)}), endpoint {'gone' if gone else 'STILL THERE'}"
     )
     return 0 if complete and finished and gone and errors == 0 and tasks["teardown"]["state"] == "success" else 1
 
