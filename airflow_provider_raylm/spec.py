@@ -23,7 +23,6 @@ from airflow_provider_raylm.exceptions import SpecError
 SPEC_FILENAME = "job_spec.json"
 RESULT_PREFIX = "raylm.result "
 ERROR_PREFIX = "raylm.error "
-PROGRESS_PREFIX = "raylm.progress "
 
 InputFormat = Literal["parquet", "jsonl", "csv", "openai_batch"]
 WriteMode = Literal["error_if_exists", "overwrite", "append"]

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,6 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from airflow_provider_raylm.spec import PROGRESS_PREFIX
 from demo.airflow_home import ROOT, airflow_env, migrate
 from demo.model import SMOLLM2_ID, cpu_llm_config, smollm2_checkpoint
 from demo.object_store import ObjectStore, object_store
@@ -105,10 +105,18 @@ def run_dag(env: dict[str, str], conf: dict[str, Any], log: Path) -> dict[str, A
     return result
 
 
+TASK_STARTS = re.compile(r"\[DAG TEST\] starting task_id=(\w+)")
+JOB_SAYS = re.compile(
+    r"\[info +\] (?!::|\d{4}-\d\d-\d\d |Running entrypoint)(\S.*?) *\[airflow_provider_raylm\.triggers"
+)
+
+
 def progress(line: str) -> str | None:
-    """The part of a log line that a person waiting for the demo wants to see; `None` for the rest."""
-    if PROGRESS_PREFIX in line:
-        return "  " + line.split(PROGRESS_PREFIX, 1)[1].strip()
+    """The part of an Airflow log line that a person waiting for the demo wants to see; `None` for the rest."""
+    if match := TASK_STARTS.search(line):
+        return match[1]
+    if (match := JOB_SAYS.search(line)) and not match[1].startswith(("raylm.result", "(", "WARNING", "\x1b")):
+        return "  " + match[1]
     return None
 
 
