@@ -70,7 +70,7 @@ def get_provider_info() -> dict[str, Any]:
                         "URL of the dashboard in a browser, if it differs from the host.",
                         ["string", "null"],
                     ),
-                    "token_from_environment": _field(
+                    "auth_from_environment": _field(
                         "Token from the environment",
                         "Use RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token of the worker if there is no "
                         "token above. Off by default: a token never goes to a host it was not meant for.",

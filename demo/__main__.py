@@ -141,6 +141,7 @@ def keep_page_open(env: dict[str, str], conf: dict[str, Any], home: Path) -> int
         "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{page}/execution/",
         "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "true",
         "AIRFLOW__OPERATORS__DEFAULT_DEFERRABLE": "true",
+        "AIRFLOW__SCHEDULER__USE_JOB_SCHEDULE": "false",  # only the run of this demo, not those its schedule owes
     }
     airflow = [sys.executable, "-m", "airflow"]
     with (home / "standalone.log").open("w") as out:

@@ -267,7 +267,7 @@ def cluster_from_connection(connection: Connection) -> Cluster:
     where = f"connection {connection.conn_id!r}"
     extra = connection.extra_dejson
     headers = {str(k): str(v) for k, v in _mapping(extra, "headers", where).items()}
-    token = connection.password or (_token_of_environment(where) if _flag(extra, "token_from_environment") else None)
+    token = connection.password or (_token_of_environment(where) if _flag(extra, "auth_from_environment") else None)
     if token and not any(name.lower() == "authorization" for name in headers):
         headers["Authorization"] = f"Bearer {token}"
     url = _url(connection, where)

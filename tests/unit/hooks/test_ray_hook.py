@@ -99,7 +99,7 @@ def test_a_token_of_the_environment_goes_only_where_it_is_asked_for(
     """A worker that has a token for one cluster does not show it to another."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-worker")
     assert "Authorization" not in cluster_from_connection(connection(host="h")).headers
-    asked = connection(host="h", extra={"token_from_environment": "true"})
+    asked = connection(host="h", extra={"auth_from_environment": "true"})
     assert cluster_from_connection(asked).headers["Authorization"] == "Bearer of-the-worker"
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     (tmp_path / "token").write_text("of-the-file\n")
