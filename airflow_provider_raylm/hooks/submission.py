@@ -8,6 +8,7 @@ adds one when `RAY_AUTH_MODE=token`), `~/.netrc` does not replace its `Authoriza
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from airflow_provider_raylm.exceptions import RayUnreachableError
@@ -25,6 +26,9 @@ def _client_class() -> type[Any]:
     import ray
     import requests
     from ray.job_submission import JobSubmissionClient
+
+    for name in ("ray.dashboard", "ray._private.runtime_env.packaging"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # they write to stderr, which Airflow shows as errors
 
     class Client(JobSubmissionClient):  # type: ignore[misc]
         def __init__(self, cluster: Cluster) -> None:
