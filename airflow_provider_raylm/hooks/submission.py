@@ -27,7 +27,7 @@ def _client_class() -> type[Any]:
     import requests
     from ray.job_submission import JobSubmissionClient
 
-    for name in ("ray.dashboard", "ray._private.runtime_env.packaging"):
+    for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
         logging.getLogger(name).setLevel(logging.WARNING)  # they write to stderr, which Airflow shows as errors
 
     class Client(JobSubmissionClient):  # type: ignore[misc]
