@@ -45,7 +45,10 @@ class JobLog:
         """
         self.position += len(text)
         *lines, self._partial = (self._partial + text).split("\n")
-        if len(self._partial) > MAX_PARTIAL_CHARS:  # a progress bar that only ever returns to the start of its line
+        answers = self._partial.startswith((RESULT_PREFIX, ERROR_PREFIX))
+        if (
+            len(self._partial) > MAX_PARTIAL_CHARS and not answers
+        ):  # a progress bar that only ever returns to the start of its line
             self._partial = self._partial.rstrip("\r").rsplit("\r", 1)[-1][-MAX_PARTIAL_CHARS:]
         return [shown for line in lines if (shown := self._take(line)) is not None]
 

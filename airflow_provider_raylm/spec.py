@@ -178,7 +178,7 @@ class QuerySpec:
         postprocess: `module:function`, a batch (`pandas.DataFrame`) in and out, before the write.
         write_mode: `error_if_exists`, `overwrite`, `append`.
         resume: Take up an unfinished run of the same fingerprint instead of starting over.
-        id_col: Column that identifies a row; `None` uses file and position.
+        id_col: Column that must be there. Rows are identified by file and position.
         max_rows_per_file: Most rows in one output file.
         priority: Share of a contended endpoint: 4, 16 or 64 waiting requests.
         group_by_prefix: Send rows with a common prompt prefix together; the output order stays.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_provider_raylm.exceptions import SpecError
 from airflow_provider_raylm.operators.deploy import lease_of
-from airflow_provider_raylm.operators.ray import RaySubmitJobOperator, required_result
+from airflow_provider_raylm.operators.ray import RaySubmitJobOperator, map_index, required_result
 from airflow_provider_raylm.outcome import Outcome
 from airflow_provider_raylm.spec import (
     Endpoint,
@@ -33,6 +33,12 @@ STORE_ENV = {
     "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
     "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
 }
+
+
+def owner_labels(ti: Any) -> dict[str, str]:
+    """Whose rows these are: with `append`, a cleared task replaces its own files and no others."""
+    labels = {"dag_id": ti.dag_id, "task_id": ti.task_id, "run_id": ti.run_id}
+    return labels if (index := map_index(ti)) < 0 else {**labels, "map_index": str(index)}
 
 
 class AiQueryBatchOperator(RaySubmitJobOperator):
@@ -69,7 +75,7 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
         postprocess: `module:function`, run on each batch before it is written.
         write_mode: `overwrite` (default), `error_if_exists`, `append`.
         resume: Take up an unfinished run of the same input instead of starting over.
-        id_col: Column that identifies a row. Default: file and position.
+        id_col: Column that must be there. Rows are identified by file and position.
         max_rows_per_file: Most rows in one output file.
         priority: `low`, `normal` or `high` share of a contended endpoint.
         group_by_prefix: Send rows with a common prompt prefix together.
@@ -249,7 +255,7 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
             storage=storage_of(self.storage_conn_id) if self.storage_conn_id else None,
             app_name=self.app_name or deploy.get("app_name"),
             lease=lease_of(deploy.get("lease") if self.lease is None else self.lease, context),
-            labels={"dag_id": ti.dag_id, "task_id": ti.task_id, "run_id": ti.run_id},
+            labels=owner_labels(ti),
         )
 
     def result(self, outcome: Outcome, context: Context) -> dict[str, Any]:

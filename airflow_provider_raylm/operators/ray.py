@@ -217,7 +217,7 @@ class RaySubmitJobOperator(BaseOperator):
         fingerprint = self._fingerprint(spec, env)
         ti = context["ti"]
         stem = self.submission_id or id_stem(
-            conf.get("api", "base_url", fallback=""), ti.dag_id, ti.task_id, ti.run_id, _map_index(ti)
+            conf.get("api", "base_url", fallback=""), ti.dag_id, ti.task_id, ti.run_id, map_index(ti)
         )
         choice = choose(
             stem,
@@ -274,7 +274,7 @@ class RaySubmitJobOperator(BaseOperator):
             "dag_id": ti.dag_id,
             "task_id": ti.task_id,
             "run_id": ti.run_id,
-            "map_index": _map_index(ti),
+            "map_index": map_index(ti),
             TRY_LABEL: ti.try_number,
             FINGERPRINT_LABEL: fingerprint,
         }
@@ -362,7 +362,7 @@ def required_result(outcome: Outcome) -> dict[str, Any]:
     return outcome.result
 
 
-def _map_index(ti: Any) -> int:
+def map_index(ti: Any) -> int:
     index = getattr(ti, "map_index", None)
     return -1 if index is None else int(index)
 

@@ -54,6 +54,7 @@ class TeardownServeOperator(RaySubmitJobOperator):
         super().__init__(**kwargs)
         self.app_name = app_name
         self.deploy = deploy
+        self._claims_with_deploy = deploy is not None
         self.lease = lease
         self.holder = holder
         self.removal_timeout = removal_timeout
@@ -66,6 +67,11 @@ class TeardownServeOperator(RaySubmitJobOperator):
         if not app_name:
             raise SpecError(f"{self.task_id}: app_name or deploy says what to take down, got neither")
         lease = lease_of(self.lease, context)
+        if self._claims_with_deploy and not deploy and not self.holder and lease is None:
+            raise SpecError(
+                f"{self.task_id}: the deploy task returned nothing, so whose lease to release is unknown; give lease= "
+                "as at the deploy task. A deploy that failed has cleaned up, and a lease that is not renewed runs out"
+            )
         return TeardownSpec(
             app_name=app_name,
             holder=self.holder or (lease.holder if lease else (deploy.get("lease") or {}).get("holder")),

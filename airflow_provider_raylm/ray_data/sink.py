@@ -220,7 +220,7 @@ def apply_postprocess(function: Callable[[Any], Any], table: pa.Table, name: str
     import pandas as pd
 
     try:
-        result = function(table.to_pandas())
+        result = function(table.to_pandas(integer_object_nulls=True))
     except Exception as exc:
         # the message may quote a row
         raise OutputError(f"postprocess {name!r} raised {type(exc).__name__}") from exc

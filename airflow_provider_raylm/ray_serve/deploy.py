@@ -368,7 +368,9 @@ class _Deploy:
         if handle is None:
             return
         former = ray.get(handle.spec.remote())
-        if former is not None and self._handed_over:
+        view = ray.get(handle.view.remote())
+        mine = view["closing_s"] is None and view["deployer"] == self._id  # else it is someone else's to change now
+        if former is not None and self._handed_over and mine:
             say("failed: going back to what ran before")
             self._restore(former)
         ray.get(handle.abandon.remote(self._id, self._spec.lease.holder if self._spec.lease else None))

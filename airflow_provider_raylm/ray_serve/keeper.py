@@ -175,6 +175,11 @@ def end_keeper(app_name: str) -> None:
         ray.kill(keeper)
 
 
+def remembers(app_name: str) -> bool:
+    """Whether a deploy of ours ever claimed this application and no teardown has forgotten it since."""
+    return _kv_get(app_name) is not None
+
+
 def kept_apps() -> tuple[str, ...]:
     """Applications that have a keeper."""
     from ray.util import list_named_actors

@@ -35,6 +35,7 @@ class Ledger:
         leases: Until when each holder's claim is valid.
         ttls: Seconds each holder asked for.
         kept: Stays without a lease.
+        kept_before: What `kept` goes back to when the deploy at work fails; `None` while none is.
         deployer: The deploy at work, empty when none is.
         deployer_until_s: When it counts as dead.
         closing_s: When the removal began.
@@ -58,17 +59,21 @@ class Ledger:
     gpus: float = 0.0
     gpu_seconds: float = 0.0
     sampled_s: float | None = None
+    kept_before: bool | None = None
 
     def begin(self, fingerprint: str, deployer: str, holder: str | None, ttl_s: float, now: float) -> Answer:
         """Ask to deploy a configuration; `holder=None` keeps the application without a lease."""
         if self.closing_s is not None:
             return "closing"
-        if holder is None:
-            self.kept = True
-        else:
+        if holder is not None:
             self.renew(holder, ttl_s, now)
         if self.deployer and self.deployer != deployer and now < self.deployer_until_s:
             return "wait"
+        if self.deployer != deployer:
+            self._end_turn(failed=True)  # of a deploy that died in its turn
+        if self.kept_before is None:
+            self.kept_before = self.kept
+        self.kept = self.kept or holder is None
         self.deployer, self.deployer_until_s = deployer, now + DEPLOYER_TTL_S
         return "ready" if fingerprint == self.fingerprint else "deploy"
 
@@ -84,18 +89,23 @@ class Ledger:
     def finish(self, deployer: str, fingerprint: str, spec: dict[str, Any], result: dict[str, Any], now: float) -> None:
         """The deploy's models have answered."""
         if self.deployer == deployer:
-            self.deployer = ""
+            self._end_turn(failed=False)
         self.fingerprint, self.spec, self.result = fingerprint, spec, result
         self.ready_s = now if self.ready_s is None else self.ready_s
 
     def abandon(self, deployer: str, holder: str | None, now: float) -> None:
         """The deploy failed. Its holder claims nothing any more."""
         if self.deployer == deployer:
-            self.deployer = ""
+            self._end_turn(failed=True)
         if holder is not None:
             self.leases.pop(holder, None)
         if self.ready_s is None:
             self.closing_s = now - CLOSING_GRACE_S  # at once: a job that is being stopped may not get to clean up
+
+    def _end_turn(self, *, failed: bool) -> None:
+        if failed and self.kept_before is not None:
+            self.kept = self.kept_before
+        self.deployer, self.kept_before = "", None
 
     def renew(self, holder: str, ttl_s: float, now: float) -> bool:
         """Hold on for `ttl_s` from now. False when the application is being removed."""
@@ -113,7 +123,7 @@ class Ledger:
         """
         if holder is None:
             self.leases.clear()
-            self.kept = False
+            self.kept, self.kept_before = False, None
         else:
             self.leases.pop(holder, None)
         left = self.holders(now)
@@ -131,6 +141,7 @@ class Ledger:
             return now >= self.closing_s + CLOSING_GRACE_S
         if self.deployer and now < self.deployer_until_s:
             return False
+        self._end_turn(failed=True)
         return self.ready_s is None or not (self.kept or self.holders(now))
 
     def sample(self, gpus: float, now: float) -> None:

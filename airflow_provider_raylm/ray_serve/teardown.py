@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_provider_raylm.job_main import run_job, say
-from airflow_provider_raylm.ray_serve import cluster, footprint, keeper
+from airflow_provider_raylm.ray_serve import cluster, footprint, keeper, serve_state
 from airflow_provider_raylm.spec import TeardownResult, TeardownSpec
 
 
@@ -33,6 +33,9 @@ def main(spec: TeardownSpec) -> TeardownResult:
             view = ray.get(handle.view.remote())
         except ray.exceptions.RayActorError:  # it removed the application and ended in between
             handle = None
+    if handle is None and spec.holder is not None and _is_foreign(spec.app_name):
+        say(f"{spec.app_name!r} runs, but was not deployed by this provider: left alone")
+        return TeardownResult(app_name=spec.app_name, state="absent")
     removed = footprint.remove_app(spec.app_name, timeout_s=spec.timeout_s, say=say)
     if handle is not None:
         try:
@@ -49,6 +52,14 @@ def main(spec: TeardownSpec) -> TeardownResult:
         lived_s=None if lived_s is None else round(lived_s, 1),
         gpu_seconds=round(view["gpu_seconds"], 1) if view else None,
     )
+
+
+def _is_foreign(app_name: str) -> bool:
+    """Whether Serve runs an application of this name that no deploy of ours ever claimed."""
+    serve = serve_state.client()
+    if serve is None or keeper.remembers(app_name):
+        return False
+    return app_name in serve_state.details(serve)["applications"]
 
 
 if __name__ == "__main__":

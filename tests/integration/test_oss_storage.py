@@ -81,15 +81,15 @@ def test_ours_writes_reads_copies_lists_and_deletes(store):
     assert storage.read_bytes(fs, f"{folder}/small") is None
 
 
-def test_listings_of_thousands_of_objects_are_complete(store):
+def test_listings_of_thousands_of_objects_are_complete():
     """More than one page of 1,000."""
-    folder = store.folder / "many"
-    folder.mkdir()
-    for number in range(2345):
-        (folder / f"{number}.csv").write_text("x")
-    store.refresh()
-    fs, path = storage.open_filesystem("oss://lake/many", spec_of(store))
-    assert len(storage.list_files(fs, path)) == 2345
+    with object_store() as store:  # one that has listed nothing yet: the server remembers listings for ten seconds
+        folder = store.folder / "many"
+        folder.mkdir()
+        for number in range(2345):
+            (folder / f"{number}.csv").write_text("x")
+        fs, path = storage.open_filesystem("oss://lake/many", spec_of(store))
+        assert len(storage.list_files(fs, path)) == 2345
 
 
 @pytest.mark.parametrize(

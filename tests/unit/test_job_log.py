@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from airflow_provider_raylm.job_log import MAX_LINE_CHARS, MAX_PARTIAL_CHARS, TAIL_LINES, JobLog
@@ -39,3 +41,14 @@ def test_memory_is_bounded() -> None:
     assert len(shown) < MAX_LINE_CHARS + 50
     log.feed("50%\r" * MAX_PARTIAL_CHARS)
     assert len(log._partial) < 10
+
+
+def test_an_answer_of_many_files_survives_being_cut() -> None:
+    """A manifest of ten thousand files is one long line, and comes in pieces."""
+    files = ["part-" + "0" * 100] * 12_000
+    text = "raylm.result " + json.dumps({"files": files}) + "\n"
+    assert len(text) > MAX_PARTIAL_CHARS
+    log = JobLog()
+    for start in range(0, len(text), 65536):
+        log.feed(text[start : start + 65536])
+    assert log.result == {"files": files}

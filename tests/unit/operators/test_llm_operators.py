@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import zipfile
+from types import SimpleNamespace
 from typing import Any
 
 import pydantic
@@ -14,7 +15,7 @@ import pytest
 
 from airflow_provider_raylm import spec as specs
 from airflow_provider_raylm.exceptions import RayJobFailedError, SpecError
-from airflow_provider_raylm.operators.ai_query import STORE_ENV, AiQueryBatchOperator, storage_of
+from airflow_provider_raylm.operators.ai_query import STORE_ENV, AiQueryBatchOperator, owner_labels, storage_of
 from airflow_provider_raylm.operators.deploy import DeployQwenServeOperator, lease_of
 from airflow_provider_raylm.operators.ray import RaySubmitJobOperator
 from airflow_provider_raylm.operators.teardown import TeardownServeOperator
@@ -378,3 +379,18 @@ def test_teardown_must_know_what(deployed: Any) -> None:
     """Never a guess at what to take down."""
     with pytest.raises(SpecError):
         teardown(deploy=deployed).spec(context())
+
+
+def test_teardown_that_does_not_know_its_lease_does_not_take_everybodys() -> None:
+    """A deploy that failed returned nothing; releasing all leases would remove the endpoint under other runs."""
+    operator = teardown(app_name="qwen", deploy={"app_name": "qwen"})
+    operator.deploy = None  # as rendered from a task without XCom
+    with pytest.raises(SpecError, match="whose lease to release is unknown"):
+        operator.spec(context())
+
+
+@pytest.mark.parametrize(("index", "more"), [(-1, {}), (3, {"map_index": "3"})])
+def test_mapped_tasks_own_their_own_rows(index: int, more: dict[str, str]) -> None:
+    """With `append`, the tasks of one mapped operator must not replace each other's files."""
+    ti = SimpleNamespace(dag_id="d", task_id="t", run_id="r", map_index=index)
+    assert owner_labels(ti) == {"dag_id": "d", "task_id": "t", "run_id": "r", **more}

@@ -108,3 +108,19 @@ def test_gpu_seconds_add_up_what_was_held_between_looks() -> None:
     for gpus, now in ((2, T0), (1, T0 + 10), (0, T0 + 15), (0, T0 + 99)):
         ledger.sample(gpus, now)
     assert ledger.gpu_seconds == 25
+
+
+@pytest.mark.parametrize("end", ["abandoned", "died", "waited in vain"])
+def test_a_failed_deploy_without_a_lease_does_not_keep_the_application(end: str) -> None:
+    """Otherwise the last lease could go, and the GPU would stay with nobody."""
+    ledger = deployed("run1", ttl_s=10_000)
+    later = T0 + 10
+    if end == "waited in vain":
+        ledger.begin("f2", "d2", "run1", 10_000, later)
+    ledger.begin("f2", "d3", None, 0, later)
+    if end == "abandoned":
+        ledger.abandon("d3", None, later)
+    later += 2 * DEPLOYER_TTL_S
+    assert not ledger.overdue(later)
+    assert ledger.release("run1", later) == ()
+    assert ledger.closing_s is not None or ledger.overdue(later)
