@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray.experimental import internal_kv
 
-from airflow_provider_raylm.ray_serve import footprint, keeper, leases
+from airflow_provider_raylm.ray_serve import footprint, keeper, leases, serve_state
 from airflow_provider_raylm.spec import DeploySpec, LeaseSpec, TeardownSpec
 from demo.ray_head import free_ports, ray_head, start_worker
 from tests.integration.serve_jobs import ECHO_DIR, Cluster
@@ -268,6 +268,10 @@ def test_foreign_applications_are_neither_taken_over_nor_shadowed(cluster: Clust
     name = cluster.run("deploy", echo(BYSTANDER, port), working_dir=ECHO_DIR)
     assert name.error is not None
     assert "was not deployed by this provider" in name.error["message"]
+    left = cluster.run("teardown", TeardownSpec(app_name=BYSTANDER, holder="whose deploy was refused")).result
+    assert left is not None
+    assert left["state"] == "absent"
+    assert BYSTANDER in serve_state.details(serve_state.client())["applications"]
 
 
 @shared
