@@ -107,7 +107,7 @@ def run_dag(env: dict[str, str], conf: dict[str, Any], log: Path) -> dict[str, A
 
 TASK_STARTS = re.compile(r"\[DAG TEST\] starting task_id=(\w+)")
 JOB_SAYS = re.compile(
-    r"\[info +\] (?!::|\d{4}-\d\d-\d\d |Running entrypoint)(\S.*?) *\[airflow_provider_raylm\.triggers"
+    r"\[info +\] (?!::|\[?\d{4}-\d\d-\d\d |Running entrypoint)(\S.*?) *\[airflow_provider_raylm\.triggers"
 )
 
 

@@ -194,6 +194,7 @@ def _cluster_env(temp_dir: Path, token: str | None) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token" if token else "disabled",
         "RAYLM_RAY_TEMP_DIR": str(temp_dir),
+        "TMPDIR": str(temp_dir),  # what an engine leaves there when it is killed goes with the folder
     }
     if token:
         token_file = temp_dir / "auth_token"
