@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -48,9 +49,15 @@ def chat(base_url: str, timeout_s: float = 30) -> dict[str, Any]:
         return reply
 
 
-def engines() -> list[psutil.Process]:
-    """vLLM engine processes on this machine that serve our tiny model's cluster."""
-    return [p for p in psutil.process_iter(["name", "cmdline"]) if "EngineCore" in " ".join(p.info["cmdline"] or ())]
+def engines(cluster: Cluster) -> list[psutil.Process]:
+    """vLLM engine processes of this cluster; others may run vLLM on the same machine."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            ours = process.environ().get("RAYLM_RAY_TEMP_DIR") == str(cluster.node.temp_dir)
+            if ours and "EngineCore" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 120) -> None:
@@ -93,7 +100,7 @@ def test_every_argument_the_demo_uses_is_taken() -> None:
 
 def test_endpoint_answers_recovers_from_a_killed_engine_and_is_gone_after_teardown(cluster: Cluster) -> None:
     """The whole life of an endpoint, seen from its processes."""
-    before = {p.pid for p in engines()}
+    before = {p.pid for p in engines(cluster)}
     port = free_ports(1)[0]
     deploy = spec(cpu_llm_config(TINY_QWEN3_ID, tiny_qwen3()), port=port, lease=LeaseSpec(holder="run", ttl_s=600))
     deployed = cluster.run("deploy", deploy).result
@@ -102,12 +109,12 @@ def test_endpoint_answers_recovers_from_a_killed_engine_and_is_gone_after_teardo
     assert set(deployed["versions"]) == {"ray", "vllm", "python"}
     assert chat(deployed["base_url"])["usage"]["completion_tokens"] > 0
 
-    (engine,) = [p for p in engines() if p.pid not in before]
+    (engine,) = [p for p in engines(cluster) if p.pid not in before]
     config = cpu_llm_config(TINY_QWEN3_ID, tiny_qwen3(), deployment_config={"max_ongoing_requests": 64})
     changed = cluster.run("deploy", spec(config, port=port, lease=LeaseSpec(holder="run", ttl_s=600))).result
     assert changed is not None
     assert changed["changed"]
-    assert [p.pid for p in engines() if p.pid not in before] == [engine.pid]  # no engine restarts to scale
+    assert [p.pid for p in engines(cluster) if p.pid not in before] == [engine.pid]  # no engine restarts to scale
 
     engine.kill()
 
@@ -117,14 +124,14 @@ def test_endpoint_answers_recovers_from_a_killed_engine_and_is_gone_after_teardo
         except OSError:
             return False
 
-    eventually(lambda: any(p.pid not in {*before, engine.pid} for p in engines()))
+    eventually(lambda: any(p.pid not in {*before, engine.pid} for p in engines(cluster)))
     eventually(answers)
     removed = cluster.run("teardown", TeardownSpec(app_name="llm", holder="run")).result
     assert removed is not None
     assert removed["state"] == "removed"
     assert removed["lived_s"] > 0
     assert removed["gpu_seconds"] == 0
-    assert {p.pid for p in engines()} <= before
+    assert {p.pid for p in engines(cluster)} <= before
 
 
 def with_foreign_tokenizer(folder: Path) -> dict[str, Any]:
@@ -139,12 +146,12 @@ def with_foreign_tokenizer(folder: Path) -> dict[str, Any]:
 
 def test_wrong_tokenizer_fails_the_start(cluster: Cluster, tmp_path: Path) -> None:
     """An engine that comes up and cannot answer is not ready: the job says so and removes it."""
-    before = {p.pid for p in engines()}
+    before = {p.pid for p in engines(cluster)}
     failed = cluster.run("deploy", spec(with_foreign_tokenizer(tmp_path / "model"), port=free_ports(1)[0]))
     assert failed.error is not None
     assert failed.error["type"] == "ServeError"
     assert "index out of range" in failed.error["message"]
-    assert {p.pid for p in engines()} <= before
+    assert {p.pid for p in engines(cluster)} <= before
 
 
 def test_engine_without_memory_fails_the_start(cluster: Cluster) -> None:
