@@ -29,7 +29,6 @@ WriteMode = Literal["error_if_exists", "overwrite", "append"]
 OnError = Literal["raise", "keep", "null"]
 Endpoint = Literal["chat", "completions", "embeddings"]
 Priority = Literal["low", "normal", "high"]
-RowStatus = Literal["ok", "error"]
 TeardownState = Literal["removed", "absent", "leased"]
 
 Spec = TypeVar("Spec")

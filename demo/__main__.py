@@ -24,6 +24,8 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from airflow_provider_raylm.hooks.jobs_client import Cluster
+from airflow_provider_raylm.hooks.submission import submission_client
 from demo.airflow_home import ROOT, airflow_env, migrate
 from demo.model import SMOLLM2_ID, cpu_llm_config, smollm2_checkpoint
 from demo.object_store import ObjectStore, object_store
@@ -122,10 +124,8 @@ def progress(line: str) -> str | None:
 
 def endpoint_gone(head: RayNode) -> bool:
     """Whether Ray Serve knows no application any more. Asked of Ray itself, not of our teardown."""
-    from ray.job_submission import JobSubmissionClient
-
-    headers = {"Authorization": f"Bearer {head.token}"} if head.token else None
-    client = JobSubmissionClient(head.dashboard_url, headers=headers)
+    headers = {"Authorization": f"Bearer {head.token}"} if head.token else {}
+    client = submission_client(Cluster(url=head.dashboard_url, headers=headers))
     applications = client._do_request("GET", "/api/serve/applications/").json().get("applications", {})
     return not applications
 

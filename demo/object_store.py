@@ -22,10 +22,8 @@ import datetime as dt
 import hashlib
 import hmac
 import itertools
-import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -86,12 +84,6 @@ class ObjectStore:
     session_token: str | None = field(default=None, repr=False)
     faults: Faults = field(default_factory=Faults)
     requests: list[tuple[str, str]] = field(default_factory=list, repr=False)
-    server_pid: int = 0
-
-    def refresh(self) -> None:
-        """Make the server see files that were put into `folder` by hand in the last ten seconds."""
-        os.kill(self.server_pid, signal.SIGHUP)
-        time.sleep(0.2)
 
 
 @contextlib.contextmanager
@@ -135,7 +127,6 @@ def object_store(
     )
     inner = _Keys(secrets.token_hex(8), secrets.token_hex(16), region)
     server = _start_server(root, port, inner)
-    store.server_pid = server.pid
     try:
         with _serve(_Front(store, inner, f"http://{LOOPBACK}:{port}", strict), front_port):
             yield store

@@ -20,7 +20,7 @@ long; nothing short of a table format can spare such a reader that.
 
 `overwrite` removes files that a manifest of ours lists, nothing else. A folder with other data in it is refused: a
 mistyped path must not cost anybody a table. `append` keeps what is there, except for the files that the same labels
-(dag, task, run) put there before, so that a cleared task does not double its rows.
+(dag, task, run, map index) put there before, so that a cleared task does not double its rows.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Flow:
     network_s: float = 0.0
     loop_lag_s: float = 0.0
     _every_s: float = TICK_S
-    _held: deque[int] = field(default_factory=lambda: deque([0], maxlen=4))
+    _lately_in_flight: deque[int] = field(default_factory=lambda: deque([0], maxlen=4))
     _limit: Limit = field(init=False)
     _breaker: Breaker = field(init=False)
     _samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=512))
@@ -177,7 +177,7 @@ class Flow:
         """Take in a reading of the server's metrics."""
         in_network = self._rows_per_s * (self.network_s + OVERHEAD_S)
         # a page that changes seldom is read a few seconds after it did
-        in_flight = self._in_flight if self._every_s <= FRESH_S else min(self._held)
+        in_flight = self._in_flight if self._every_s <= FRESH_S else min(self._lately_in_flight)
         if plausible(load, in_flight=in_flight, in_network=in_network):
             self._load, self._load_s, self._load_is_new = load, now_s, True
 
@@ -237,7 +237,7 @@ class Flow:
             One row of the trace.
         """
         self._measure_rates(now_s)
-        self._held.append(self._in_flight)
+        self._lately_in_flight.append(self._in_flight)
         if not self._breaker.is_open:
             self._limit.step(self._window(now_s))
         self._dropped, self._peak, self._load_is_new = 0, self._in_flight, False

@@ -127,7 +127,7 @@ class Ledger:
         else:
             self.leases.pop(holder, None)
         left = self.holders(now)
-        if not left and not self.kept and self.closing_s is None:
+        if not left and not self.is_kept(now) and self.closing_s is None:
             self.closing_s = now
         return left
 
@@ -141,8 +141,12 @@ class Ledger:
             return now >= self.closing_s + CLOSING_GRACE_S
         if self.deployer and now < self.deployer_until_s:
             return False
-        self._end_turn(failed=True)
-        return self.ready_s is None or not (self.kept or self.holders(now))
+        return self.ready_s is None or not (self.is_kept(now) or self.holders(now))
+
+    def is_kept(self, now: float) -> bool:
+        """Whether it stays without a lease. What a deploy asked for that died in its turn does not count."""
+        died = self.deployer and now >= self.deployer_until_s
+        return self.kept_before if died and self.kept_before is not None else self.kept
 
     def sample(self, gpus: float, now: float) -> None:
         """Account for the GPUs held since the last look."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,13 @@ def test_the_environment_cannot_redirect_a_submission(
         assert hook.get_job("a-1") is not None
         assert elsewhere.requests == []
     assert all(h.get("ray-token") == "gateway" and "Authorization" not in h for h in dashboard.headers)
+
+
+def test_what_ray_says_of_an_upload_is_no_error_in_the_task_log(dashboard: FakeDashboard) -> None:
+    """Ray's loggers write to stderr, which Airflow shows as errors."""
+    RayHook().get_conn()
+    for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
+        assert not logging.getLogger(name).isEnabledFor(logging.INFO)
 
 
 def test_modules_travel_whatever_the_users_excludes_say(dashboard: FakeDashboard, tmp_path: Path) -> None:
