@@ -121,7 +121,8 @@ def _make_client(storage: StorageSpec) -> tuple[Any, float | None]:
     os.environ[CHECKSUM_VARIABLE] = "when_required"
     options: dict[str, Any] = {
         "allow_delayed_open": True,  # one request for a small object instead of the three of a multipart upload
-        "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=_MAX_ATTEMPTS),
+        # the SDK's standard strategy stops retrying at all when a client has used up its quota of about a hundred
+        "retry_strategy": pafs.AwsDefaultS3RetryStrategy(max_attempts=_MAX_ATTEMPTS),
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "request_timeout": _REQUEST_TIMEOUT_S,
         "force_virtual_addressing": storage.addressing_style == "virtual",

@@ -121,3 +121,11 @@ def test_a_store_that_is_slow_or_cuts_bodies_is_retried(store):
     for number in range(12):
         storage.write_bytes(fs, f"lake/faults/{number}", bytes([number]) * 1000)
         assert storage.read_bytes(fs, f"lake/faults/{number}") == bytes([number]) * 1000
+
+
+def test_retries_do_not_run_out_on_a_store_that_stays_bad(store):
+    """A long job meets hundreds of cut downloads with one client; each of them is read again."""
+    fs, _ = storage.open_filesystem("oss://lake", spec_of(store))
+    storage.write_bytes(fs, "lake/bad", b"x" * 1000)
+    store.faults.truncate_every = 2
+    assert all(storage.read_bytes(fs, "lake/bad") == b"x" * 1000 for _ in range(300))
