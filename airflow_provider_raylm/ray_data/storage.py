@@ -320,11 +320,18 @@ def write_bytes(fs: Any, path: str, data: bytes) -> None:
 
 def read_bytes(fs: Any, path: str) -> bytes | None:
     """Content of one object; `None` when there is none."""
-    try:
-        with fs.open_input_stream(path) as stream:
-            return bytes(stream.read())
-    except FileNotFoundError:
-        return None
+    left = _MAX_ATTEMPTS
+    while True:
+        left -= 1
+        try:
+            with fs.open_input_stream(path) as stream:
+                return bytes(stream.read())
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            # the SDK's own retries end when a refusal that is longer than the object follows a cut download
+            if not left or "Failed to flush response stream" not in str(exc):
+                raise
 
 
 def copy(fs: Any, source: str, target: str) -> None:

@@ -129,3 +129,11 @@ def test_retries_do_not_run_out_on_a_store_that_stays_bad(store):
     storage.write_bytes(fs, "lake/bad", b"x" * 1000)
     store.faults.truncate_every = 2
     assert all(storage.read_bytes(fs, "lake/bad") == b"x" * 1000 for _ in range(300))
+
+
+def test_a_refusal_longer_than_the_object_is_read_over(store):
+    """After a cut download a SlowDown whose text is longer than a tiny object ends the SDK's retries, not ours."""
+    fs, _ = storage.open_filesystem("oss://lake", spec_of(store))
+    storage.write_bytes(fs, "lake/tiny", b"0123456789")
+    store.faults.slow_down_every, store.faults.truncate_every = 7, 5
+    assert all(storage.read_bytes(fs, "lake/tiny") == b"0123456789" for _ in range(60))
