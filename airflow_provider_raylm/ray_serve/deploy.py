@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from airflow_provider_raylm.exceptions import EndpointError, ServeError, TerminalEndpointError, TransientEndpointError
@@ -58,23 +60,55 @@ def main(spec: DeploySpec) -> DeployResult:
 
 
 class _Question:
-    """One readiness request in a thread of its own: an answer may take minutes, and the job may end without it."""
+    """One request in a thread of its own: an answer may take minutes, and the job may end without it."""
 
-    def __init__(self, base_url: str, model: str) -> None:
-        self._base_url, self._model = base_url, model
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._call = ask
         self.done = False
-        self.path = ""
-        self.error: EndpointError | None = TransientEndpointError("the readiness request ended without an answer")
+        self.answer: Any = None
+        self.error: EndpointError | None = TransientEndpointError("the request ended without an answer")
         threading.Thread(target=self._ask, daemon=True).start()
 
     def _ask(self) -> None:
         try:
-            self.path = probe.ask(self._base_url, self._model, timeout_s=ANSWER_TIMEOUT_S)
+            self.answer = self._call()
             self.error = None
         except EndpointError as exc:
             self.error = exc
         finally:
             self.done = True
+
+
+class _Turn:
+    """A deploy's turn at its application, kept by a thread of its own: the deploy itself may be held up for minutes by
+    vLLM's import, a model that does not answer or a Serve controller that is busy."""
+
+    def __init__(self, app_name: str, deploy_id: str, holder: str | None) -> None:
+        self._app_name, self._deploy_id, self._holder = app_name, deploy_id, holder
+        self._ended = threading.Event()
+        self._lost = False
+        threading.Thread(target=self._keep, name="raylm-turn", daemon=True).start()
+
+    def check(self) -> None:
+        """Go on only while it lasts.
+
+        Raises:
+            ServeError: A teardown or an expired lease has begun to remove the application.
+        """
+        if self._lost:
+            raise ServeError(f"application {self._app_name!r} was removed while it was being deployed")
+
+    def end(self) -> None:
+        """Send no more heartbeats."""
+        self._ended.set()
+
+    def _keep(self) -> None:
+        import ray
+
+        while not self._ended.wait(ledger.HEARTBEAT_S):
+            with contextlib.suppress(ray.exceptions.RayError):  # it restarts after its node was lost
+                handle = keeper.find_keeper(self._app_name)
+                self._lost = handle is None or not ray.get(handle.heartbeat.remote(self._deploy_id, self._holder))
 
 
 class _Deploy:
@@ -89,7 +123,7 @@ class _Deploy:
         self._packages = cluster.package_uris()
         self._fingerprint = apps.fingerprint(spec, self._versions, self._packages)
         self._app: apps.App
-        self._heartbeat_s = 0.0
+        self._turn: _Turn
         self._handed_over = False
         self._last_status = ""
         self._broken = 0
@@ -101,11 +135,13 @@ class _Deploy:
         if checked:  # before the first trace of it
             self._check()
         answer = self._begin()
+        self._turn = _Turn(self._spec.app_name, self._id, self._spec.lease.holder if self._spec.lease else None)
         try:
             if answer == "ready" and (running := self._running_already()) is not None:
                 return running
             if not checked:
                 self._check()
+            self._turn.check()
             serve = serve_state.client() or self._start_serve()
             base_url = self._hand_over(serve)
             models = self._await_answers(serve, base_url)
@@ -116,6 +152,8 @@ class _Deploy:
             except Exception as left:
                 raise ServeError(f"{exc} Cleaning up failed as well: {left}") from exc
             raise
+        finally:
+            self._turn.end()
 
     def _check(self) -> None:
         """Everything that can be known before something is started."""
@@ -247,6 +285,7 @@ class _Deploy:
         Raises:
             ServeError: Serve or a model failed for good, or the deadline passed.
         """
+        models = self._app.models
         answered: list[str] = []
         asking: _Question | None = None
         said = ""
@@ -261,62 +300,61 @@ class _Deploy:
                 raise ServeError(self._why(words))
             waiting = self._waiting_for(running)
             if running is not None and running["status"] == "RUNNING":
-                models = self._models(serve)
-                asking, waiting = self._ask_next(asking, base_url, models, answered)
+                if asking is not None and asking.done:
+                    if asking.error is not None:
+                        self._judge(models[len(answered)] if models else None, base_url, asking.error)
+                    elif models:
+                        answered.append(models[len(answered)])
+                        say(f"{self._passed_s():.1f} s: {answered[-1]!r} answered at {base_url}/{asking.answer}")
+                    else:
+                        models = asking.answer
+                    asking = None
                 if models and len(answered) == len(models):
                     return tuple(answered)
+                asking = asking or _Question(self._question(models, answered, base_url))
+                about = f"an answer of {models[len(answered)]!r}" if models else "the list of models"
+                waiting = f"{about}{self._last_status}"
             if waiting != said:
                 said = waiting
-                say(f"{time.monotonic() - self._started:.0f} s: waiting for {waiting}")
-            self._beat()
+                say(f"{self._passed_s():.0f} s: waiting for {waiting}")
+            self._turn.check()
             if time.monotonic() > self._deadline:
                 raise ServeError(self._why(f"not ready after {self._spec.start_timeout_s:.0f} s: {waiting}"))
             time.sleep(POLL_S)
 
-    def _ask_next(
-        self, asking: _Question | None, base_url: str, models: tuple[str, ...], answered: list[str]
-    ) -> tuple[_Question | None, str]:
-        """Ask the next model, or look whether it has answered."""
-        if not models:
-            return None, "the list of models"
-        model = models[len(answered)]
-        if asking is None:
-            asking = _Question(base_url, model)
-        if not asking.done:
-            return asking, f"an answer of {model!r}{self._last_status}"
-        exc = asking.error
-        if exc is not None:
-            self._judge(model, exc)
-            return None, f"an answer of {model!r}{self._last_status}"
-        answered.append(model)
-        say(f"{time.monotonic() - self._started:.1f} s: {model!r} answered at {base_url}/{asking.path}")
-        return None, "the next model"
+    def _passed_s(self) -> float:
+        return time.monotonic() - self._started
 
-    def _judge(self, model: str, exc: EndpointError) -> None:
+    @staticmethod
+    def _question(models: tuple[str, ...], answered: list[str], base_url: str) -> Callable[[], Any]:
+        """The next thing to ask: which models there are, and then one token of each."""
+        if not models:
+            return functools.partial(probe.list_models, base_url, timeout_s=ANSWER_TIMEOUT_S)
+        return functools.partial(probe.ask, base_url, models[len(answered)], timeout_s=ANSWER_TIMEOUT_S)
+
+    def _judge(self, model: str | None, base_url: str, exc: EndpointError) -> None:
         """Whether an error in place of an answer is final.
 
+        Args:
+            model: Who was asked; `None` when it was the list of models.
+            base_url: Where.
+            exc: What came back.
+
         Raises:
-            ServeError: The model refuses the request, or its engine breaks over it again and again.
+            ServeError: The model refuses the request, or its engine breaks over it again and again, or the application
+                knows no models.
         """
         status = exc.http_status
         self._last_status = f" (HTTP {status})" if status else ""
+        if model is None:
+            if status == HTTP_UNKNOWN and ROUTES_HINT not in str(exc):
+                words = f"{base_url}/models does not exist: the application is no OpenAI endpoint"
+                raise ServeError(self._why(words)) from exc
+            return
         self._broken = self._broken + 1 if status == HTTP_BROKEN else 0
         # 404: the proxy or the ingress does not know it yet
         if (isinstance(exc, TerminalEndpointError) and status != HTTP_UNKNOWN) or self._broken >= BROKEN_LIMIT:
             raise ServeError(self._why(f"model {model!r} does not answer the readiness request: {exc}")) from exc
-
-    def _models(self, serve: Any) -> tuple[str, ...]:
-        if self._app.models:
-            return self._app.models
-        base_url = serve_state.base_urls(serve, self._app.route_prefix)[0]
-        try:
-            return probe.list_models(base_url, timeout_s=ANSWER_TIMEOUT_S)
-        except EndpointError as exc:
-            if exc.http_status == HTTP_UNKNOWN and ROUTES_HINT not in str(exc):
-                raise ServeError(
-                    self._why(f"{base_url}/models does not exist: the application is no OpenAI endpoint")
-                ) from exc
-            return ()
 
     def _waiting_for(self, running: dict[str, Any] | None) -> str:
         import ray
@@ -327,17 +365,6 @@ class _Deploy:
         cause = diagnosis.cause_in_logs(self._spec.app_name, self._before) or diagnosis.root_cause(words)
         first = words.strip().splitlines()[0] if words.strip() else words
         return f"application {self._spec.app_name!r} did not start: {first}" + (f" Cause: {cause}" if cause else "")
-
-    def _beat(self) -> None:
-        import ray
-
-        if time.monotonic() - self._heartbeat_s < ledger.HEARTBEAT_S:
-            return
-        self._heartbeat_s = time.monotonic()
-        handle = keeper.open_keeper(self._spec.app_name)
-        holder = self._spec.lease.holder if self._spec.lease else None
-        if not ray.get(handle.heartbeat.remote(self._id, holder)):
-            raise ServeError(f"application {self._spec.app_name!r} was removed while it was being deployed")
 
     def _finish(self, serve: Any, models: tuple[str, ...], route_prefix: str, *, changed: bool) -> DeployResult:
         import ray

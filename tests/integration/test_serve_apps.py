@@ -17,7 +17,8 @@ import pytest
 import ray
 from ray.experimental import internal_kv
 
-from airflow_provider_raylm.ray_serve import footprint, keeper, leases, serve_state
+from airflow_provider_raylm.exceptions import ServeError
+from airflow_provider_raylm.ray_serve import deploy, footprint, keeper, leases, ledger, serve_state
 from airflow_provider_raylm.spec import DeploySpec, LeaseSpec, TeardownSpec
 from demo.ray_head import free_ports, ray_head, start_worker
 from tests.integration.serve_jobs import ECHO_DIR, Cluster
@@ -236,6 +237,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no GPU": ({"options": {"ray_actor_options": {"num_gpus": 1}}}, "needs 1 GPU, cluster has 0, autoscaler: none"),
     "never answers": ({"delay_s": 600.0, "start_timeout_s": 8.0}, "not ready after 8 s"),
+    "never lists its models": ({"list_delay_s": 600.0, "start_timeout_s": 8.0}, "not ready after 8 s"),
 }
 
 
@@ -250,6 +252,26 @@ def test_failed_start_says_why_and_leaves_nothing(cluster: Cluster, port: int, c
     assert reason in failed.error["message"]
     assert not footprint.footprint("broken")
     assert "broken" not in keeper.kept_apps()
+
+
+@shared
+def test_deploy_that_is_held_up_keeps_its_turn(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the deploy itself waits for, its turn does not run out; a removal ends it."""
+    monkeypatch.setattr(ledger, "HEARTBEAT_S", 0.2)
+    handle = keeper.open_keeper("held-up")
+    assert ray.get(handle.begin.remote("version", "me", "run", 600.0, ())) == "deploy"
+    begun = ray.get(handle.view.remote())["deployer_until_s"]
+    turn = deploy._Turn("held-up", "me", "run")
+    try:
+        eventually(lambda: ray.get(handle.view.remote())["deployer_until_s"] > begun)
+        turn.check()
+        ray.get(handle.release.remote(None))
+        eventually(lambda: turn._lost)
+        with pytest.raises(ServeError, match="'held-up' was removed while it was being deployed"):
+            turn.check()
+    finally:
+        turn.end()
+        cluster.run("teardown", TeardownSpec(app_name="held-up"))
 
 
 @shared

@@ -16,13 +16,16 @@ api = FastAPI()
 @serve.deployment
 @serve.ingress(api)
 class Echo:
-    def __init__(self, model: str, reply: str, fails: str = "", delay_s: float = 0.0) -> None:
+    def __init__(
+        self, model: str, reply: str, fails: str = "", delay_s: float = 0.0, list_delay_s: float = 0.0
+    ) -> None:
         if fails:
             raise ValueError(fails)
-        self._model, self._reply, self._delay_s = model, reply, delay_s
+        self._model, self._reply, self._delay_s, self._list_delay_s = model, reply, delay_s, list_delay_s
 
     @api.get("/v1/models")
     async def models(self) -> dict[str, Any]:
+        await asyncio.sleep(self._list_delay_s)
         return {"data": [{"id": self._model}]}
 
     @api.post("/v1/chat/completions")
