@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow.configuration import conf
+from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import BaseOperator
 
 from airflow_provider_raylm import job_package
@@ -165,8 +166,16 @@ class RaySubmitJobOperator(BaseOperator):
         return RayHook(self.ray_conn_id)
 
     def execute(self, context: Context) -> Any:
-        """Find or submit the job, then wait for it here or in the triggerer."""
-        self._start(context)
+        """Find or submit the job, then wait for it here or in the triggerer.
+
+        Raises:
+            AirflowFailException: What was asked for is wrong; the task fails at once, since a retry does not help.
+            RayJobError: The job did not end well; see its subclasses.
+        """
+        try:
+            self._start(context)
+        except SpecError as exc:
+            raise AirflowFailException(exc.message) from exc
         trigger = self._trigger(context)
         if self.deferrable:
             job = self._ask(trigger.submission_id)
@@ -343,6 +352,8 @@ class RaySubmitJobOperator(BaseOperator):
 
     def _conclude(self, context: Context, outcome: Outcome) -> Any:
         if error := outcome.error():
+            if outcome.error_type == SpecError.__name__:
+                raise AirflowFailException(error.message) from error
             raise error
         return self.result(outcome, context)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk.exceptions import AirflowTaskTimeout, TaskDeferred
 
 from airflow_provider_raylm.exceptions import RayJobError, RayJobFailedError, RayJobStoppedError
@@ -89,6 +90,18 @@ def test_a_failed_job_is_never_green(dashboard: FakeDashboard, deferrable: bool,
     with pytest.raises(error) as caught:
         run(operator(deferrable=deferrable), context())
     assert caught.value.submission_id in dashboard.jobs
+
+
+@pytest.mark.parametrize("deferrable", MODES)
+def test_what_a_retry_cannot_mend_is_not_retried(dashboard: FakeDashboard, deferrable: bool) -> None:
+    """A wrong specification, found by the operator before it submits or by the job, ends the task for good."""
+    dashboard.on_submit = lambda job: job.fail(log='raylm.error {"type": "SpecError", "message": "no folder /mnt/m"}\n')
+    with pytest.raises(AirflowFailException, match="no folder /mnt/m"):
+        run(operator(deferrable=deferrable), context())
+    dashboard.jobs.clear()
+    with pytest.raises(AirflowFailException, match="is not JSON"):
+        run(operator(deferrable=deferrable, runtime_env={"env_vars": {"A": object()}}), context())
+    assert not dashboard.jobs
 
 
 def test_labels_say_whose_job_it_is(dashboard: FakeDashboard, jobs: dict[str, FakeJob]) -> None:
