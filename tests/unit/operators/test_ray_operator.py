@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from airflow.providers.common.compat.sdk import AirflowFailException
-from airflow.sdk.exceptions import AirflowTaskTimeout, TaskDeferred
+from airflow.providers.common.compat.sdk import AirflowFailException, AirflowTaskTimeout, TaskDeferred
 
 from airflow_provider_raylm.exceptions import RayJobError, RayJobFailedError, RayJobStoppedError
 from airflow_provider_raylm.hooks import loop

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from airflow.sdk.exceptions import TaskDeferred
+from airflow.providers.common.compat.sdk import TaskDeferred
 
 from airflow_provider_raylm.exceptions import RayJobFailedError, RayJobStoppedError, RayUnreachableError
 from airflow_provider_raylm.hooks import loop
