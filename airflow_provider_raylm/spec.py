@@ -104,6 +104,8 @@ class DeployResult:
         base_url: OpenAI base URL, ends in `/v1`, reachable from every node of the cluster.
         base_urls: One per proxy, `base_url` first.
         models: Model ids that have answered a request at `base_url`.
+        adapters: LoRA adapters that the endpoint lists, under the names to ask for: `<model id>:<folder>`. The first of
+            each model has answered.
         ready_s: Seconds from the start of the job to the last model's first answer.
         changed: `False` when the same application was running already.
         versions: `{"ray": ..., "vllm": ..., "python": ...}` of the cluster.
@@ -117,6 +119,7 @@ class DeployResult:
     route_prefix: str
     ready_s: float
     changed: bool = True
+    adapters: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     leases: tuple[str, ...] = ()
 

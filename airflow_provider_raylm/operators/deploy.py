@@ -34,8 +34,8 @@ NUM_GPUS_REFUSED = (
 class DeployQwenServeOperator(RaySubmitJobOperator):
     """Deploy one Serve application with one or more language models.
 
-    Returns the fields of `spec.DeployResult` (`base_url`, `app_name`, `models`, ...), `submission_id`, and `lease`
-    (`{"holder", "ttl_s"}` or `None`), all plain JSON.
+    Returns the fields of `spec.DeployResult` (`base_url`, `app_name`, `models`, `adapters`, ...), `submission_id`, and
+    `lease` (`{"holder", "ttl_s"}` or `None`), all plain JSON.
 
     Args:
         model_id: Name clients ask for.
@@ -48,12 +48,16 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         accelerator_type: `H20`, `L20`, `A10G`, ...: only GPUs of this kind.
         llm_config: More arguments of `ray.serve.llm.LLMConfig` for this model: `runtime_env`,
             `placement_group_config`, ...
-        llm_configs: Instead of the arguments above: arguments of `LLMConfig`, one dict per model.
+        llm_configs: Instead of the arguments above: arguments of `LLMConfig`, one dict per model. With `lora_config`
+            (`dynamic_lora_loading_path`) and `enable_lora` in `engine_kwargs`, a model answers under the name
+            `<model_id>:<folder>` with each LoRA adapter that lies there.
         serve_config: Instead of all of them: the content of a `serve_config.yaml`, or the name of such a file that the
             DAG's templates are found by.
         route_prefix: Path under the proxy. Default: `/<app_name>`.
         ingress: `ingress_deployment_config` and `ingress_cls_config` of `build_openai_app`.
-        http_options: Serve's HTTP options, used only if Serve does not run on the cluster yet.
+        http_options: Serve's HTTP options, used only if Serve does not run on the cluster yet: `host`, `port`,
+            `proxy_location`, `root_path`, `ssl_certfile`, `ssl_keyfile`, ... A private authority's file is named by the
+            variable `SSL_CERT_FILE` on the cluster.
         lease: Claim on the endpoint for this DAG run. `True` takes the holder from dag and run, a string names the
             holder, a number is the seconds it lives without renewal, a dict has `holder` and `ttl_s`. `None`: the
             endpoint stays.

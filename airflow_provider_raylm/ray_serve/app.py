@@ -50,8 +50,22 @@ class App:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Model ids it will serve, as far as its configuration tells."""
+        """Model ids it will serve; empty when its configuration does not tell all, as with LoRA adapters in a store."""
+        if any(config.lora_config for config in self.llm_configs):
+            return ()
         return tuple(config.model_id for config in self.llm_configs)
+
+
+def adapters(listed: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the model ids that an endpoint lists that are LoRA adapters of another one: `<model id>:<adapter>`."""
+    return tuple(model for model in listed if ":" in model and model.partition(":")[0] in listed)
+
+
+def to_ask(listed: tuple[str, ...]) -> tuple[str, ...]:
+    """Models whose answers show that all of the listed ones work: each model, and of its adapters the first."""
+    found = adapters(listed)
+    first = {adapter.partition(":")[0]: adapter for adapter in reversed(found)}
+    return tuple(model for model in listed if model not in found or model in first.values())
 
 
 def fingerprint(spec: DeploySpec, versions: dict[str, str], packages: tuple[str, ...]) -> str:

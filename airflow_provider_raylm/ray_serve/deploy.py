@@ -43,6 +43,7 @@ BROKEN_LIMIT = 5
 """Answers 500 in a row after which a model that is up counts as broken; its engine may die over the first of them."""
 ROUTES_HINT = "/-/routes"
 """In the 404 of a proxy that does not know the route yet, and not in an application's own 404."""
+LOST = "was removed while it was being deployed"
 DEFAULT_HTTP = {"host": "0.0.0.0", "port": 8000}  # noqa: S104 # other nodes must reach it
 
 
@@ -89,26 +90,34 @@ class _Turn:
         self._lost = False
         threading.Thread(target=self._keep, name="raylm-turn", daemon=True).start()
 
-    def check(self) -> None:
+    def check(self, *, ask: bool = False) -> None:
         """Go on only while it lasts.
+
+        Args:
+            ask: Ask now; else the last heartbeat tells.
 
         Raises:
             ServeError: A teardown or an expired lease has begun to remove the application.
         """
+        if ask:
+            self._beat()
         if self._lost:
-            raise ServeError(f"application {self._app_name!r} was removed while it was being deployed")
+            raise ServeError(f"application {self._app_name!r} {LOST}")
 
     def end(self) -> None:
         """Send no more heartbeats."""
         self._ended.set()
 
     def _keep(self) -> None:
+        while not self._ended.wait(ledger.HEARTBEAT_S):
+            self._beat()
+
+    def _beat(self) -> None:
         import ray
 
-        while not self._ended.wait(ledger.HEARTBEAT_S):
-            with contextlib.suppress(ray.exceptions.RayError):  # it restarts after its node was lost
-                handle = keeper.find_keeper(self._app_name)
-                self._lost = handle is None or not ray.get(handle.heartbeat.remote(self._deploy_id, self._holder))
+        with contextlib.suppress(ray.exceptions.RayError):  # it restarts after its node was lost
+            handle = keeper.find_keeper(self._app_name)
+            self._lost = handle is None or not ray.get(handle.heartbeat.remote(self._deploy_id, self._holder))
 
 
 class _Deploy:
@@ -119,6 +128,7 @@ class _Deploy:
         self._started = started
         self._deadline = started + spec.start_timeout_s
         self._id = uuid.uuid4().hex
+        self._holder = spec.lease.holder if spec.lease else None
         self._versions = cluster.versions()
         self._packages = cluster.package_uris()
         self._fingerprint = apps.fingerprint(spec, self._versions, self._packages)
@@ -135,7 +145,7 @@ class _Deploy:
         if checked:  # before the first trace of it
             self._check()
         answer = self._begin()
-        self._turn = _Turn(self._spec.app_name, self._id, self._spec.lease.holder if self._spec.lease else None)
+        self._turn = _Turn(self._spec.app_name, self._id, self._holder)
         try:
             if answer == "ready" and (running := self._running_already()) is not None:
                 return running
@@ -144,8 +154,8 @@ class _Deploy:
             self._turn.check()
             serve = serve_state.client() or self._start_serve()
             base_url = self._hand_over(serve)
-            models = self._await_answers(serve, base_url)
-            return self._finish(serve, models, self._app.route_prefix, changed=True)
+            listed = self._await_answers(serve, base_url)
+            return self._finish(serve, listed, self._app.route_prefix, changed=True)
         except BaseException as exc:  # also when the job is stopped: nobody else would clean up for minutes
             try:
                 self._undo()
@@ -156,20 +166,36 @@ class _Deploy:
             self._turn.end()
 
     def _check(self) -> None:
-        """Everything that can be known before something is started."""
+        """Everything that can be known before something is started, the quick checks first."""
         self._app = apps.build(self._spec, self._packages)
         for config in self._app.llm_configs:
             preflight.check_no_gpus(config.model_id, config.deployment_config)
-            preflight.check_engine_kwargs(config)
         preflight.check_model_paths(self._app.llm_configs)
         needed = apps.needs(self._app)
         preflight.check_resources(self._spec.app_name, needed)
         say(f"needs {', '.join(f'{amount:g} {resource}' for resource, amount in sorted(needed.items()))}")
         serve = serve_state.client()
         if serve is None:
-            http = self._http_options()
+            self._check_new_serve()
+        else:
+            self._check_running_serve(serve)
+        for config in self._app.llm_configs:
+            preflight.check_engine_kwargs(config)  # imports vLLM
+
+    def _check_new_serve(self) -> None:
+        http = self._http_options()
+        try:
             preflight.check_port(http["host"], http["port"])
-            return
+        except ServeError:
+            if serve_state.client() is None:
+                raise  # else another deploy has just started Serve there
+        if http.get("ssl_certfile") and http.get("ssl_keyfile"):
+            host = serve_state.head_ip() if http["host"] in serve_state.ANY_HOSTS else http["host"]
+            preflight.check_certificate(
+                http["ssl_certfile"], http["ssl_keyfile"], http.get("ssl_keyfile_password"), host
+            )
+
+    def _check_running_serve(self, serve: Any) -> None:
         running = serve_state.details(serve)["applications"]
         if self._spec.app_name in running and keeper.find_keeper(self._spec.app_name) is None:
             raise ServeError(
@@ -180,6 +206,11 @@ class _Deploy:
             raise ServeError(
                 f"route prefix {self._app.route_prefix!r} belongs to application {owner!r}; choose another route_prefix"
             )
+        base_url = serve_state.base_urls(serve, self._app.route_prefix)[0]
+        try:
+            probe.check_trust(base_url, timeout_s=NO_OP_TIMEOUT_S)
+        except TerminalEndpointError as exc:
+            raise ServeError(str(exc)) from exc
 
     def _begin(self) -> ledger.Answer:
         """Wait for this application's turn.
@@ -187,23 +218,9 @@ class _Deploy:
         Raises:
             ServeError: Another deploy or a removal was at work until the deadline.
         """
-        import ray
-
-        lease = self._spec.lease
         said = ""
         while True:
-            try:
-                answer: ledger.Answer = ray.get(
-                    keeper.open_keeper(self._spec.app_name).begin.remote(
-                        self._fingerprint,
-                        self._id,
-                        lease.holder if lease else None,
-                        lease.ttl_s if lease else 0.0,
-                        self._packages,
-                    )
-                )
-            except ray.exceptions.RayActorError:  # it ended in between, with its application
-                answer = "closing"
+            answer = self._ask_for_turn()
             if answer in ("deploy", "ready"):
                 return answer
             what = "another deploy is at work" if answer == "wait" else "it is being removed"
@@ -216,6 +233,21 @@ class _Deploy:
                 said = what
                 say(f"waiting: {what}")
             time.sleep(POLL_S)
+
+    def _ask_for_turn(self) -> ledger.Answer:
+        import ray
+
+        lease = self._spec.lease
+        handle = keeper.open_keeper(self._spec.app_name)
+        try:
+            answer: ledger.Answer = ray.get(
+                handle.begin.remote(
+                    self._fingerprint, self._id, self._holder, lease.ttl_s if lease else 0.0, self._packages
+                )
+            )
+        except ray.exceptions.RayActorError:  # it ended in between, with its application
+            return "closing"
+        return answer
 
     def _running_already(self) -> DeployResult | None:
         """The result of the deploy before, if the same configuration still answers."""
@@ -233,7 +265,8 @@ class _Deploy:
             say(f"the same configuration runs, but does not answer ({exc}); deploying it again")
             return None
         say("the same configuration runs and answers: nothing to do")
-        return self._finish(serve, tuple(former["models"]), former["route_prefix"], changed=False)
+        listed = (*former["models"], *former.get("adapters", ()))
+        return self._finish(serve, listed, former["route_prefix"], changed=False)
 
     def _http_options(self) -> dict[str, Any]:
         given = dict(self._spec.http_options)
@@ -253,7 +286,8 @@ class _Deploy:
         try:
             serve.start(**({"proxy_location": location} if location else {}), http_options=http)
         except Exception as exc:
-            raise ServeError(f"Serve did not start on {http['host']}:{http['port']}: {exc}") from exc
+            if serve_state.client() is None:  # else another deploy was faster
+                raise ServeError(f"Serve did not start on {http['host']}:{http['port']}: {exc}") from exc
         client = serve_state.client()
         if client is None:
             raise ServeError("Serve was started, but its controller is not there")
@@ -270,6 +304,7 @@ class _Deploy:
             if all(free.get(resource, 0) >= amount for resource, amount in apps.needs(app).items()):
                 app = apps.with_surge(app)
         say(f"{'updating' if update else 'deploying'} {self._spec.app_name!r} at {app.route_prefix}")
+        self._turn.check(ask=True)  # what is handed over after a removal would stay, or take a newcomer's place
         self._before = diagnosis.replica_ids(self._spec.app_name)
         self._handed_over = True
         try:
@@ -282,10 +317,13 @@ class _Deploy:
     def _await_answers(self, serve: Any, base_url: str) -> tuple[str, ...]:
         """Wait until every model has answered.
 
+        Returns:
+            The models, and the LoRA adapters that the endpoint lists.
+
         Raises:
             ServeError: Serve or a model failed for good, or the deadline passed.
         """
-        models = self._app.models
+        listed = models = self._app.models
         answered: list[str] = []
         asking: _Question | None = None
         said = ""
@@ -307,10 +345,11 @@ class _Deploy:
                         answered.append(models[len(answered)])
                         say(f"{self._passed_s():.1f} s: {answered[-1]!r} answered at {base_url}/{asking.answer}")
                     else:
-                        models = asking.answer
+                        listed, models = asking.answer, apps.to_ask(asking.answer)
                     asking = None
                 if models and len(answered) == len(models):
-                    return tuple(answered)
+                    self._say_adapters(listed)
+                    return listed
                 asking = asking or _Question(self._question(models, answered, base_url))
                 about = f"an answer of {models[len(answered)]!r}" if models else "the list of models"
                 waiting = f"{about}{self._last_status}"
@@ -321,6 +360,17 @@ class _Deploy:
             if time.monotonic() > self._deadline:
                 raise ServeError(self._why(f"not ready after {self._spec.start_timeout_s:.0f} s: {waiting}"))
             time.sleep(POLL_S)
+
+    def _say_adapters(self, listed: tuple[str, ...]) -> None:
+        found = apps.adapters(listed)
+        for config in self._app.llm_configs:
+            if config.lora_config:
+                names = [name for name in found if name.startswith(f"{config.model_id}:")]
+                where = config.lora_config.dynamic_lora_loading_path
+                say(
+                    f"LoRA adapters of {config.model_id!r}: {', '.join(names) or f'none is listed under {where}'}; "
+                    f"ask for one as '{config.model_id}:<folder>', also when it is added later"
+                )
 
     def _passed_s(self) -> float:
         return time.monotonic() - self._started
@@ -350,6 +400,8 @@ class _Deploy:
             if status == HTTP_UNKNOWN and ROUTES_HINT not in str(exc):
                 words = f"{base_url}/models does not exist: the application is no OpenAI endpoint"
                 raise ServeError(self._why(words)) from exc
+            if isinstance(exc, TerminalEndpointError) and status is None:
+                raise ServeError(str(exc)) from exc
             return
         self._broken = self._broken + 1 if status == HTTP_BROKEN else 0
         # 404: the proxy or the ingress does not know it yet
@@ -366,47 +418,62 @@ class _Deploy:
         first = words.strip().splitlines()[0] if words.strip() else words
         return f"application {self._spec.app_name!r} did not start: {first}" + (f" Cause: {cause}" if cause else "")
 
-    def _finish(self, serve: Any, models: tuple[str, ...], route_prefix: str, *, changed: bool) -> DeployResult:
+    def _finish(self, serve: Any, listed: tuple[str, ...], route_prefix: str, *, changed: bool) -> DeployResult:
         import ray
 
+        found = apps.adapters(listed)
         urls = serve_state.base_urls(serve, route_prefix)
         result = DeployResult(
             app_name=self._spec.app_name,
             base_url=urls[0],
             base_urls=urls,
-            models=models,
+            models=tuple(model for model in listed if model not in found),
+            adapters=found,
             route_prefix=route_prefix,
             ready_s=round(time.monotonic() - self._started, 3),
             changed=changed,
             versions=self._versions,
         )
-        holders = ray.get(
-            keeper.open_keeper(self._spec.app_name).finish.remote(
-                self._id, self._fingerprint, dataclasses.asdict(self._spec), dataclasses.asdict(result), self._packages
-            )
-        )
+        kept = dataclasses.asdict(self._spec), dataclasses.asdict(result)
+        handle = keeper.find_keeper(self._spec.app_name)
+        holders = handle and ray.get(handle.finish.remote(self._id, self._fingerprint, *kept, self._packages))
+        if holders is None:
+            raise ServeError(f"application {self._spec.app_name!r} {LOST}")
         return dataclasses.replace(result, leases=tuple(holders))
 
     def _undo(self) -> None:
-        """Remove what this deploy started; after a failed update, hand the former configuration back to Serve."""
+        """Remove what this deploy started; after a failed update, hand the former configuration back to Serve.
+
+        Both need the application's turn. Whoever has it instead, a removal or a newer deploy, sees to the rest.
+        """
         import ray
 
-        handle = keeper.find_keeper(self._spec.app_name)
-        if handle is None:
+        if not self._handed_over and keeper.find_keeper(self._spec.app_name) is None:
             return
+        if self._ask_for_turn() in ("wait", "closing"):
+            return
+        handle = keeper.open_keeper(self._spec.app_name)
         former = ray.get(handle.spec.remote())
-        view = ray.get(handle.view.remote())
-        mine = view["closing_s"] is None and view["deployer"] == self._id  # else it is someone else's to change now
-        if former is not None and self._handed_over and mine:
+        if former is not None and self._handed_over:
             say("failed: going back to what ran before")
             self._restore(former)
-        ray.get(handle.abandon.remote(self._id, self._spec.lease.holder if self._spec.lease else None))
-        if former is None:
+        try:
+            in_turn = ray.get(handle.abandon.remote(self._id, self._holder))
+        except ray.exceptions.RayActorError:
+            in_turn = False
+        if not in_turn:
+            self._undo()  # a removal came in between, and may have ended before the former configuration was back
+        elif former is None:
             say("failed: removing what was started")
-            footprint.remove_app(self._spec.app_name, timeout_s=REMOVAL_TIMEOUT_S, say=say)
+            footprint.remove_app(
+                self._spec.app_name,
+                timeout_s=REMOVAL_TIMEOUT_S,
+                say=say,
+                is_ours=lambda: keeper.is_keeper(self._spec.app_name, handle),
+            )
             with contextlib.suppress(ray.exceptions.RayActorError):  # it may have removed the application first
                 ray.get(handle.forget.remote())
-            keeper.end_keeper(self._spec.app_name)
+                ray.kill(handle)
 
     def _restore(self, former: dict[str, Any]) -> None:
         serve = serve_state.client()

@@ -30,7 +30,7 @@ class Footprint:
     Attributes:
         replicas: Names of live replica actors.
         placement_groups: Ids of their placement groups that are not removed.
-        gpus: GPUs that those placement groups hold.
+        gpus: GPUs that replicas and placement groups hold.
     """
 
     replicas: tuple[str, ...]
@@ -57,7 +57,21 @@ def footprint(app_name: str) -> Footprint:
             groups.append(group_id)
             if group["state"] == "CREATED":
                 gpus += sum(bundle.get("GPU", 0) for bundle in group["bundles"].values())
+    gpus += sum(map(_gpus_outside_groups, replicas))
     return Footprint(replicas, tuple(groups), gpus)
+
+
+def _gpus_outside_groups(replica: str) -> float:
+    """GPUs that a live replica's actor holds itself; in a placement group, Ray calls the resource by another name."""
+    import ray
+    from ray.core.generated.gcs_pb2 import ActorTableData
+
+    with contextlib.suppress(ValueError):  # it ended in between
+        actor_id = ray.get_actor(replica, namespace=SERVE_NAMESPACE)._actor_id
+        actor = ActorTableData.FromString(ray._private.state.state.get_actor_info(actor_id) or b"")
+        if actor.state == ActorTableData.ALIVE:
+            return float(actor.required_resources.get("GPU", 0))
+    return 0.0
 
 
 def belongs(name: str, app_name: str) -> bool:
@@ -136,13 +150,18 @@ def _still_there(known: list[Process], kill: bool) -> list[Process]:
     return there
 
 
-def remove_app(app_name: str, *, timeout_s: float, say: Callable[[str], None]) -> bool:
+def remove_app(
+    app_name: str, *, timeout_s: float, say: Callable[[str], None], is_ours: Callable[[], bool] = lambda: True
+) -> bool:
     """Remove an application and prove that nothing of it is left. Works without Serve, too.
 
     Args:
-        app_name: Application to remove; others are left alone.
+        app_name: Application to remove; others are left alone. A deploy that hands it to Serve once more, late, does
+            not bring it back.
         timeout_s: Seconds until everything must be gone. After half of it, what is left is killed.
         say: Takes lines of progress.
+        is_ours: Whether this removal is still to be done. Once it was finished by someone else, an application of that
+            name is a new one.
 
     Returns:
         Whether there was anything to remove.
@@ -152,26 +171,24 @@ def remove_app(app_name: str, *, timeout_s: float, say: Callable[[str], None]) -
     """
     deadline = time.monotonic() + timeout_s
     serve = _serve_client()
-    known = app_name in _app_names(serve)
+    status = _status(serve, app_name)
     held = footprint(app_name)
-    if not known and not held:
+    if status is None and not held:
         return False
-    family = processes(held.replicas)
+    known, seen = status is not None, set(held.replicas)
+    left = processes(held.replicas)
     say(
-        f"removing {app_name!r}: {len(held.replicas)} replicas, {len(family)} processes, "
+        f"removing {app_name!r}: {len(held.replicas)} replicas, {len(left)} processes, "
         f"{len(held.placement_groups)} placement groups, {held.gpus:g} GPUs"
     )
-    if serve is not None and known:
-        serve.delete_apps([app_name], blocking=False)
     force_at = time.monotonic() if not known else deadline - timeout_s / 2
-    left = family
-    while True:
-        held = footprint(app_name)
+    while is_ours():
+        if serve is not None and status not in (None, "DELETING"):
+            serve.delete_apps([app_name], blocking=False)
         forced = time.monotonic() >= force_at
         if forced:
             _kill(held)
-        registered = known and app_name in _app_names(serve)
-        if not held and not registered:
+        if not held and status is None:
             left = alive(left, kill=forced)
             if not left:
                 return True
@@ -179,9 +196,16 @@ def remove_app(app_name: str, *, timeout_s: float, say: Callable[[str], None]) -
         if time.monotonic() >= deadline:
             raise ServeError(
                 f"application {app_name!r} is not gone after {timeout_s:.0f} s: "
-                + "; ".join(_leftovers(held, left, registered))
+                + "; ".join(_leftovers(held, left, status is not None))
             )
         time.sleep(POLL_S)
+        status = _status(serve, app_name)
+        held = footprint(app_name)
+        if new := set(held.replicas) - seen:
+            seen |= new
+            left += processes(tuple(new))
+    say("somebody else has removed it")
+    return True
 
 
 def _leftovers(held: Footprint, left: tuple[Process, ...], registered: bool) -> list[str]:
@@ -199,15 +223,17 @@ def _serve_client() -> Any | None:
     return _get_global_client(raise_if_no_controller_running=False)
 
 
-def _app_names(serve: Any | None) -> set[str]:
+def _status(serve: Any | None, app_name: str) -> str | None:
+    """Serve's word about an application, `None` when it does not know it or is gone itself."""
     import ray
 
     if serve is None:
-        return set()
+        return None
     try:
-        return set(serve.get_serve_details()["applications"])
+        app = serve.get_serve_details()["applications"].get(app_name)
     except ray.exceptions.RayActorError:
-        return set()  # Serve itself is gone
+        return None
+    return None if app is None else getattr(app["status"], "value", app["status"])
 
 
 def _kill(held: Footprint) -> None:

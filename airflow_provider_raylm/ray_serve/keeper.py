@@ -54,18 +54,19 @@ class Keeper:
 
     def finish(
         self, deployer: str, fingerprint: str, spec: dict[str, Any], result: dict[str, Any], pins: tuple[str, ...]
-    ) -> tuple[str, ...]:
-        """See `Ledger.finish`. Returns the holders."""
+    ) -> tuple[str, ...] | None:
+        """See `Ledger.finish`. Returns the holders, `None` when the deploy lost its turn."""
         with self._changing() as ledger:
             now = time.time()
-            ledger.finish(deployer, fingerprint, spec, result, now)
+            if not ledger.finish(deployer, fingerprint, spec, result, now):
+                return None
             self._pins = pins
             return ledger.holders(now)
 
-    def abandon(self, deployer: str, holder: str | None) -> None:
+    def abandon(self, deployer: str, holder: str | None) -> bool:
         """See `Ledger.abandon`."""
         with self._changing() as ledger:
-            ledger.abandon(deployer, holder, time.time())
+            return ledger.abandon(deployer, holder, time.time())
 
     def renew(self, holder: str, ttl_s: float) -> bool:
         """See `Ledger.renew`."""
@@ -128,7 +129,7 @@ class Keeper:
         if overdue:
             remove_app(app_name, timeout_s=REMOVAL_TIMEOUT_S, say=logging.getLogger("raylm.keeper").warning)
             self.forget()
-            end_keeper(app_name)
+            _end_this_actor()
         elif self._pins and now - self._pinned_s > PIN_S / 4:
             for uri in self._pins:
                 _pin(uri)
@@ -167,12 +168,21 @@ def open_keeper(app_name: str) -> Any:
     )
 
 
-def end_keeper(app_name: str) -> None:
-    """End an application's keeper for good."""
+def is_keeper(app_name: str, handle: Any | None) -> bool:
+    """Whether this is still an application's keeper; `None`: whether it still has none.
+
+    A keeper that is gone or replaced means that the removal it stood for is over, and what runs now is a newcomer's.
+    """
+    found = find_keeper(app_name)
+    if found is None or handle is None:
+        return found is handle
+    return bool(found._actor_id == handle._actor_id)
+
+
+def _end_this_actor() -> None:
     import ray
 
-    if (keeper := find_keeper(app_name)) is not None:
-        ray.kill(keeper)
+    ray.kill(ray.get_runtime_context().current_actor)
 
 
 def remembers(app_name: str) -> bool:

@@ -65,10 +65,10 @@ class Ledger:
         """Ask to deploy a configuration; `holder=None` keeps the application without a lease."""
         if self.closing_s is not None:
             return "closing"
+        if self.deployer and self.deployer != deployer and now < self.deployer_until_s:
+            return "wait"  # and claims nothing: it may wait in vain
         if holder is not None:
             self.renew(holder, ttl_s, now)
-        if self.deployer and self.deployer != deployer and now < self.deployer_until_s:
-            return "wait"
         if self.deployer != deployer:
             self._end_turn(failed=True)  # of a deploy that died in its turn
         if self.kept_before is None:
@@ -86,21 +86,25 @@ class Ledger:
             self.renew(holder, self.ttls.get(holder, DEPLOYER_TTL_S), now)
         return True
 
-    def finish(self, deployer: str, fingerprint: str, spec: dict[str, Any], result: dict[str, Any], now: float) -> None:
-        """The deploy's models have answered."""
-        if self.deployer == deployer:
-            self._end_turn(failed=False)
+    def finish(self, deployer: str, fingerprint: str, spec: dict[str, Any], result: dict[str, Any], now: float) -> bool:
+        """The deploy's models have answered. False when it lost its turn before."""
+        if self.closing_s is not None or self.deployer != deployer:
+            return False
+        self._end_turn(failed=False)
         self.fingerprint, self.spec, self.result = fingerprint, spec, result
         self.ready_s = now if self.ready_s is None else self.ready_s
+        return True
 
-    def abandon(self, deployer: str, holder: str | None, now: float) -> None:
-        """The deploy failed. Its holder claims nothing any more."""
-        if self.deployer == deployer:
-            self._end_turn(failed=True)
+    def abandon(self, deployer: str, holder: str | None, now: float) -> bool:
+        """The deploy failed. Its holder claims nothing any more. False when it lost its turn before."""
+        if self.closing_s is not None or self.deployer != deployer:
+            return False
+        self._end_turn(failed=True)
         if holder is not None:
             self.leases.pop(holder, None)
         if self.ready_s is None:
             self.closing_s = now - CLOSING_GRACE_S  # at once: a job that is being stopped may not get to clean up
+        return True
 
     def _end_turn(self, *, failed: bool) -> None:
         if failed and self.kept_before is not None:

@@ -7,15 +7,21 @@ import difflib
 import errno
 import json
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
 from airflow_provider_raylm.exceptions import ServeError, SpecError
 from airflow_provider_raylm.job_main import say
+from airflow_provider_raylm.ray_serve import probe
 from airflow_provider_raylm.ray_serve.footprint import on_nodes
 from airflow_provider_raylm.spec import DeploySpec
 
-WEIGHTS_ELSEWHERE = ("s3://", "gs://", "abfss://", "azure://", "http://", "https://", "hf://", "pyt:")
+LORA_STORES = ("s3://", "gs://", "abfss://", "azure://", "pyarrow-s3://", "pyarrow-gs://")
+ON_OSS = (
+    "A bucket on OSS is pyarrow-s3://<bucket>/<path>, with AWS_ENDPOINT_URL_S3, AWS_REGION, "
+    "AWS_S3_ADDRESSING_STYLE=virtual and keys in the cluster's environment"
+)
 CONFIG_FILES = ("config.json", "params.json")
 
 
@@ -37,7 +43,42 @@ def check_spec(spec: DeploySpec) -> None:
         loading = config.get("model_loading_config")
         if not isinstance(loading, dict) or not loading.get("model_id"):
             raise SpecError("every llm_config needs model_loading_config with a model_id")
+        check_names(loading["model_id"], loading.get("model_source"))
         check_no_gpus(loading["model_id"], config.get("deployment_config") or {})
+        check_lora(loading["model_id"], config)
+
+
+def check_names(model_id: str, model_source: Any) -> None:
+    """Refuse names that Ray reads in another way.
+
+    Raises:
+        SpecError: A part of the id would be taken for a LoRA adapter, or a path on OSS for a name on a model hub.
+    """
+    if ":" in model_id:
+        raise SpecError(f"model {model_id!r}: ':' cannot stand in a model_id; what follows it names a LoRA adapter")
+    if isinstance(model_source, str) and model_source.startswith("oss://"):
+        raise SpecError(f"model {model_id!r}: Ray cannot read model_source {model_source!r}. {ON_OSS}")
+
+
+def check_lora(model_id: str, llm_config: dict[str, Any]) -> None:
+    """See that adapters can be loaded at all; vLLM would say so only to the first request for one.
+
+    Raises:
+        SpecError: The store is one that Ray cannot read, or the engine is not told to take adapters.
+    """
+    lora_config = llm_config.get("lora_config")
+    if not isinstance(lora_config, dict):
+        return
+    path = lora_config.get("dynamic_lora_loading_path")
+    if path is None:
+        raise SpecError(f"model {model_id!r}: lora_config needs dynamic_lora_loading_path, the folder of its adapters")
+    if not str(path).startswith(LORA_STORES):
+        raise SpecError(
+            f"model {model_id!r}: dynamic_lora_loading_path {path!r} cannot be read; Ray takes LoRA adapters from "
+            f"{', '.join(LORA_STORES)} only. {ON_OSS}"
+        )
+    if (llm_config.get("engine_kwargs") or {}).get("enable_lora") is not True:
+        raise SpecError(f"model {model_id!r}: lora_config needs engine_kwargs enable_lora: true, and max_lora_rank")
 
 
 def check_no_gpus(model_id: str, deployment_config: dict[str, Any]) -> None:
@@ -56,9 +97,8 @@ def check_no_gpus(model_id: str, deployment_config: dict[str, Any]) -> None:
 
 def local_path(model_source: Any) -> str | None:
     """The folder a model is read from, `None` when it comes from a store or a hub."""
-    if not isinstance(model_source, str) or model_source.startswith(WEIGHTS_ELSEWHERE):
-        return None
-    return model_source if model_source.startswith(("/", "./", "../", "~")) else None
+    is_path = isinstance(model_source, str) and model_source.startswith(("/", "./", "../", "~"))
+    return model_source if is_path else None
 
 
 def path_problem(path: str) -> str | None:
@@ -219,3 +259,32 @@ def check_port(host: str, port: int) -> None:
         except OSError as exc:
             why = "is taken by another process" if exc.errno == errno.EADDRINUSE else f"cannot be used: {exc.strerror}"
             raise ServeError(f"Serve's HTTP port {port} on {host} {why}; choose another with http_options") from exc
+
+
+def check_certificate(certfile: str, keyfile: str, password: str | None, host: str) -> None:
+    """Make sure that clients will trust Serve's certificate, before Serve is started: it cannot be changed afterwards.
+
+    Args:
+        certfile, keyfile, password: Serve's `ssl_certfile`, `ssl_keyfile` and `ssl_keyfile_password`.
+        host: Host of the URL that is handed on.
+
+    Raises:
+        ServeError: The files cannot be used, or a client at this node would refuse the certificate.
+    """
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        served.load_cert_chain(certfile, keyfile, password or "")  # without a password, OpenSSL would ask for one
+    except OSError as exc:
+        raise ServeError(
+            f"Serve's ssl_certfile {certfile!r} with ssl_keyfile {keyfile!r} cannot be used on this node: {exc}"
+        ) from exc
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = served.wrap_bio(to_server, to_client, server_side=True)
+    client = ssl.create_default_context().wrap_bio(to_client, to_server, server_hostname=host)
+    for side in (client, server, client):  # one TLS handshake, as far as the client's verdict
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as exc:
+            raise ServeError(f"Serve's ssl_certfile {certfile!r} at https://{host}: {probe.untrusted(exc)}") from exc

@@ -9,8 +9,10 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import ssl
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -92,7 +94,39 @@ def _exchange(request: urllib.request.Request, timeout_s: float) -> dict[str, An
         kind = TerminalEndpointError if exc.code in REFUSED else TransientEndpointError
         raise kind(f"{request.full_url} answered {exc.code}: {words}", http_status=exc.code) from exc
     except (OSError, ValueError, http.client.HTTPException) as exc:  # refused, reset, cut off, or not JSON
+        if isinstance(refused := getattr(exc, "reason", exc), ssl.SSLCertVerificationError):
+            raise TerminalEndpointError(f"{request.full_url}: {untrusted(refused)}") from exc
         raise TransientEndpointError(f"{request.full_url} did not answer: {exc}") from exc
+
+
+def check_trust(origin: str, *, timeout_s: float) -> None:
+    """See that the certificate of an `https://host:port` is one that this process trusts. Other problems may pass.
+
+    Raises:
+        TerminalEndpointError: It is not; the message says why.
+    """
+    parts = urllib.parse.urlsplit(origin)
+    if parts.scheme != "https" or parts.hostname is None:
+        return
+    try:
+        with (
+            socket.create_connection((parts.hostname, parts.port or 443), timeout_s) as plain,
+            ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname),
+        ):
+            return
+    except ssl.SSLCertVerificationError as exc:
+        raise TerminalEndpointError(f"{origin}: {untrusted(exc)}") from exc
+    except OSError:
+        return
+
+
+def untrusted(exc: ssl.SSLCertVerificationError) -> str:
+    """What to do about a certificate that is not trusted."""
+    return (
+        f"its certificate is not trusted here ({exc.verify_message.rstrip('.')}). It must name the host of this URL, "
+        "and its authority must be known: for a private one, set SSL_CERT_FILE to its file on the cluster, as a "
+        "variable of the cluster's image or of the task's runtime_env"
+    )
 
 
 def _opener() -> urllib.request.OpenerDirector:

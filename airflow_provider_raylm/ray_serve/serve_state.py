@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from airflow_provider_raylm.exceptions import ServeError
 from airflow_provider_raylm.ray_serve import probe
 
 ROOT_TIMEOUT_S = 10.0
+PROXY_TIMEOUT_S = 20.0
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 ANY_HOSTS = ("0.0.0.0", "::", "")  # noqa: S104 # compared with, never bound to
 
@@ -41,19 +43,36 @@ def base_urls(serve: Any, route_prefix: str) -> tuple[str, ...]:
     import ray
 
     http = serve.http_config
-    head_ip = ray.get_runtime_context().gcs_address.rsplit(":", 1)[0]
+    proxies = _proxies(serve) if http.host is not None else []
+    healthy = [proxy for proxy in proxies if proxy["status"] == "HEALTHY"]  # none yet while Serve starts
     urls = urls_of(
         host=http.host,
         port=http.port,
         scheme="https" if getattr(http, "ssl_certfile", None) else "http",
-        proxy_ips=tuple(proxy["node_ip"] for proxy in details(serve)["proxies"].values()),
+        proxy_ips=tuple(proxy["node_ip"] for proxy in healthy or proxies),
         node_ips=tuple(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]),
-        head_ip=head_ip,
+        head_ip=head_ip(),
         route_prefix=route_prefix,
     )
     origins = ["/".join(url.split("/")[:3]) for url in urls]
     root = probe.mounted_at(origins[0], getattr(http, "root_path", "") or "", timeout_s=ROOT_TIMEOUT_S)
     return tuple(f"{origin}{root}{url[len(origin) :]}" for origin, url in zip(origins, urls, strict=True))
+
+
+def _proxies(serve: Any) -> list[dict[str, Any]]:
+    """Details of Serve's proxies. Somebody may have started Serve a moment ago, then they are waited for."""
+    deadline = time.monotonic() + PROXY_TIMEOUT_S
+    while not (found := list(details(serve)["proxies"].values())) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found
+
+
+def head_ip() -> str:
+    """Address of the head node, as the other nodes know it."""
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"]]
+    return str(nodes[0]["NodeManagerAddress"] if nodes else ray.get_runtime_context().gcs_address.rsplit(":", 1)[0])
 
 
 def urls_of(

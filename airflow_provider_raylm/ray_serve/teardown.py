@@ -36,14 +36,19 @@ def main(spec: TeardownSpec) -> TeardownResult:
     if handle is None and spec.holder is not None and _is_foreign(spec.app_name):
         say(f"{spec.app_name!r} runs, but was not deployed by this provider: left alone")
         return TeardownResult(app_name=spec.app_name, state="absent")
-    removed = footprint.remove_app(spec.app_name, timeout_s=spec.timeout_s, say=say)
+    removed = footprint.remove_app(
+        spec.app_name,
+        timeout_s=spec.timeout_s,
+        say=say,
+        is_ours=lambda: keeper.is_keeper(spec.app_name, handle),
+    )
     if handle is not None:
         try:
             view = ray.get(handle.view.remote())
             ray.get(handle.forget.remote())
+            ray.kill(handle)
         except ray.exceptions.RayActorError:
             say("its keeper is gone already")
-        keeper.end_keeper(spec.app_name)
     lived_s = view["now_s"] - view["created_s"] if view else None
     say(f"{spec.app_name!r}: {'gone' if removed else 'was not there'}")
     return TeardownResult(

@@ -5,20 +5,34 @@ The application answers the OpenAI protocol in milliseconds, so that what is tes
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 from ray.experimental import internal_kv
 
 from airflow_provider_raylm.exceptions import ServeError
-from airflow_provider_raylm.ray_serve import deploy, footprint, keeper, leases, ledger, serve_state
+from airflow_provider_raylm.ray_serve import cluster as job_cluster
+from airflow_provider_raylm.ray_serve import (
+    deploy,
+    diagnosis,
+    footprint,
+    keeper,
+    leases,
+    ledger,
+    serve_state,
+    status,
+    teardown,
+)
 from airflow_provider_raylm.spec import DeploySpec, LeaseSpec, TeardownSpec
 from demo.ray_head import free_ports, ray_head, start_worker
 from tests.integration.serve_jobs import ECHO_DIR, Cluster
@@ -48,6 +62,17 @@ def cluster() -> Iterator[Cluster]:
             yield Cluster(node)
         finally:
             ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Deploys and teardowns can run in this process: quicker than jobs, and a test can stop one between two steps."""
+    monkeypatch.setattr(job_cluster, "connect", lambda: None)
+    monkeypatch.syspath_prepend(str(ECHO_DIR))
+    echo_app = importlib.import_module("echo_app")
+    cloudpickle.register_pickle_by_value(echo_app)
+    yield
+    cloudpickle.unregister_pickle_by_value(echo_app)
 
 
 def echo(app_name: str, port: int, *, reply: str = "one", holder: str | None = None, **args: Any) -> DeploySpec:
@@ -97,6 +122,11 @@ def answers(base_url: str, reply: str) -> bool:
         return False
 
 
+def is_gone(app_name: str) -> bool:
+    running = serve_state.application(serve_state.client(), app_name)
+    return running is None and not footprint.footprint(app_name) and app_name not in keeper.kept_apps()
+
+
 @pytest.fixture(scope="module")
 def bystander(cluster: Cluster, port: int) -> str:
     """Somebody else's application, started with `serve run`; must answer after every test."""
@@ -127,74 +157,81 @@ shared = pytest.mark.usefixtures("untouched")
 
 @shared
 def test_deployed_endpoint_survives_its_job_and_package(cluster: Cluster, port: int) -> None:
-    """A replica killed after the deploy job and its uploaded package are gone comes back from the user's package."""
-    deployed = cluster.run("deploy", echo("survivor", port), working_dir=ECHO_DIR)
-    assert deployed.result is not None
-    assert deployed.result["models"] == ["survivor"]
-    base_url = deployed.result["base_url"]
-    assert base_url == f"http://127.0.0.1:{port}/survivor/v1"
+    """A replica that is killed, and one that was scaled to zero, come back from the user's package.
 
-    eventually(lambda: not internal_kv._internal_kv_exists(deployed.package_uri), timeout_s=90)
+    The deploy job has ended by then, its own package is deleted, and so would the user's be if nothing kept it.
+    """
+    soon = {"downscale_delay_s": 0.1, "downscale_to_zero_delay_s": 0.1, "metrics_interval_s": 0.2}
+    scaling = {"min_replicas": 0, "max_replicas": 1, "look_back_period_s": 0.5, **soon}
+    specs = {
+        "survivor": echo("survivor", port),
+        "sleepy": echo("sleepy", port, options={"autoscaling_config": scaling}),
+    }
+    jobs = [cluster.start("deploy", spec, working_dir=ECHO_DIR) for spec in specs.values()]
+    base_urls = {}
+    for (name, _), job in zip(specs.items(), jobs, strict=True):
+        deployed = cluster.finish(*job)
+        assert deployed.result is not None
+        assert deployed.result["models"] == [name]
+        base_urls[name] = deployed.result["base_url"]
+        assert base_urls[name] == f"http://127.0.0.1:{port}/{name}/v1"
+    for _, package_uri in jobs:
+        eventually(lambda uri=package_uri: not internal_kv._internal_kv_exists(uri), timeout_s=90)
+
     (replica,) = footprint.footprint("survivor").replicas
     ray.kill(ray.get_actor(replica, namespace="serve"))
     eventually(lambda: footprint.footprint("survivor").replicas not in ((), (replica,)))
-    eventually(lambda: answers(base_url, "one"))
+    eventually(lambda: not footprint.footprint("sleepy"))
+    for base_url in base_urls.values():
+        eventually(lambda url=base_url: answers(url, "one"))
 
-    (removed,) = [cluster.run("teardown", TeardownSpec(app_name="survivor")).result]
-    assert removed is not None
-    assert removed["state"] == "removed"
-    assert removed["lived_s"] > 0
-    assert removed["gpu_seconds"] == 0
-    assert not footprint.footprint("survivor")
-    assert "survivor" not in keeper.kept_apps()
+    for job in [cluster.start("teardown", TeardownSpec(app_name=name)) for name in specs]:
+        removed = cluster.finish(*job).result
+        assert removed is not None
+        assert removed["state"] == "removed"
+        assert removed["lived_s"] > 0
+        assert removed["gpu_seconds"] == 0
+    for name in specs:
+        assert is_gone(name)
 
 
 @shared
-def test_same_configuration_is_a_no_op_and_leases_are_shared(cluster: Cluster, port: int) -> None:
+def test_same_configuration_is_a_no_op_and_leases_are_shared(
+    cluster: Cluster, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two runs share an endpoint: the second deploy changes nothing, the first teardown removes nothing."""
-    first = cluster.run("deploy", echo("shared", port, holder="monday"), working_dir=ECHO_DIR).result
+    first = deploy.main(echo("shared", port, holder="monday"))
     before = footprint.footprint("shared").replicas
-    second = cluster.run("deploy", echo("shared", port, holder="tuesday"), working_dir=ECHO_DIR).result
-    assert first is not None
-    assert second is not None
-    assert (first["changed"], second["changed"]) == (True, False)
-    assert sorted(second["leases"]) == ["monday", "tuesday"]
+    second = deploy.main(echo("shared", port, holder="tuesday"))
+    assert (first.changed, second.changed) == (True, False)
+    assert sorted(second.leases) == ["monday", "tuesday"]
     assert footprint.footprint("shared").replicas == before
     assert leases.renew("shared", "monday", 600)
 
-    kept = cluster.run("teardown", TeardownSpec(app_name="shared", holder="monday")).result
-    assert kept is not None
-    assert (kept["state"], kept["leases"]) == ("leased", ["tuesday"])
-    assert ask(second["base_url"]) == "one"
+    kept = teardown.main(TeardownSpec(app_name="shared", holder="monday"))
+    assert (kept.state, kept.leases) == ("leased", ("tuesday",))
+    assert ask(second.base_url) == "one"
 
-    status = cluster.run("status", TeardownSpec(app_name="shared"))
-    assert "tuesday" in status.log
+    capsys.readouterr()
+    status.main()
+    assert "held by tuesday" in capsys.readouterr().out
 
-    gone = cluster.run("teardown", TeardownSpec(app_name="shared", holder="tuesday")).result
-    assert gone is not None
-    assert gone["state"] == "removed"
+    assert teardown.main(TeardownSpec(app_name="shared", holder="tuesday")).state == "removed"
     assert not leases.renew("shared", "tuesday", 600)
-    again = cluster.run("teardown", TeardownSpec(app_name="shared", holder="tuesday")).result
-    assert again is not None
-    assert again["state"] == "absent"
+    assert teardown.main(TeardownSpec(app_name="shared", holder="tuesday")).state == "absent"
 
 
 @shared
 def test_expired_lease_removes_the_endpoint_without_airflow(cluster: Cluster, port: int) -> None:
     """Nobody renews and nobody tears down: the endpoint removes itself, and the keeper with it."""
-    spec = echo("forgotten", port, holder="crashed", ttl_s=1.0)
-    deployed = cluster.run("deploy", spec, working_dir=ECHO_DIR).result
-    assert deployed is not None
-    eventually(lambda: not footprint.footprint("forgotten"))
-    eventually(lambda: "forgotten" not in keeper.kept_apps())
+    deploy.main(echo("forgotten", port, holder="crashed", ttl_s=1.0))
+    eventually(lambda: is_gone("forgotten"))
 
 
 @shared
 def test_update_loses_no_request_and_a_failed_one_goes_back(cluster: Cluster, port: int) -> None:
     """A client that keeps sending sees old or new replies, never an error; a broken update leaves the old version."""
-    deployed = cluster.run("deploy", echo("rolling", port, reply="old"), working_dir=ECHO_DIR).result
-    assert deployed is not None
-    base_url = deployed["base_url"]
+    base_url = deploy.main(echo("rolling", port, reply="old")).base_url
     replies: list[str] = []
     stop = threading.Event()
 
@@ -210,20 +247,17 @@ def test_update_loses_no_request_and_a_failed_one_goes_back(cluster: Cluster, po
     for sender in senders:
         sender.start()
     try:
-        updated = cluster.run("deploy", echo("rolling", port, reply="new"), working_dir=ECHO_DIR).result
-        assert updated is not None
-        assert updated["changed"]
+        assert deploy.main(echo("rolling", port, reply="new")).changed
         assert ask(base_url) == "new"
-        broken = cluster.run("deploy", echo("rolling", port, fails="weights are corrupt"), working_dir=ECHO_DIR)
+        with pytest.raises(ServeError, match="weights are corrupt"):
+            deploy.main(echo("rolling", port, fails="weights are corrupt"))
     finally:
         stop.set()
         for sender in senders:
             sender.join()
-    assert broken.error is not None
-    assert "weights are corrupt" in broken.error["message"]
     eventually(lambda: answers(base_url, "new"))
     assert set(replies) == {"old", "new"}
-    cluster.run("teardown", TeardownSpec(app_name="rolling"))
+    teardown.main(TeardownSpec(app_name="rolling"))
 
 
 FAILURES: dict[str, tuple[dict[str, Any], str]] = {
@@ -236,8 +270,8 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
         "weights are corrupt",
     ),
     "no GPU": ({"options": {"ray_actor_options": {"num_gpus": 1}}}, "needs 1 GPU, cluster has 0, autoscaler: none"),
-    "never answers": ({"delay_s": 600.0, "start_timeout_s": 8.0}, "not ready after 8 s"),
-    "never lists its models": ({"list_delay_s": 600.0, "start_timeout_s": 8.0}, "not ready after 8 s"),
+    "never answers": ({"delay_s": 600.0, "start_timeout_s": 6.0}, "not ready after 6 s"),
+    "never lists its models": ({"list_delay_s": 600.0, "start_timeout_s": 6.0}, "not ready after 6 s"),
 }
 
 
@@ -246,12 +280,9 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
 def test_failed_start_says_why_and_leaves_nothing(cluster: Cluster, port: int, case: str) -> None:
     """Each way not to start ends in one sentence with the reason, and nothing of it is left on the cluster."""
     args, reason = FAILURES[case]
-    failed = cluster.run("deploy", echo("broken", port, holder="run", **args), working_dir=ECHO_DIR)
-    assert failed.error is not None
-    assert failed.error["type"] == "ServeError"
-    assert reason in failed.error["message"]
-    assert not footprint.footprint("broken")
-    assert "broken" not in keeper.kept_apps()
+    with pytest.raises(ServeError, match=reason):
+        deploy.main(echo("broken", port, holder="run", **args))
+    assert is_gone("broken")
 
 
 @shared
@@ -271,7 +302,79 @@ def test_deploy_that_is_held_up_keeps_its_turn(cluster: Cluster, monkeypatch: py
             turn.check()
     finally:
         turn.end()
-        cluster.run("teardown", TeardownSpec(app_name="held-up"))
+        teardown.main(TeardownSpec(app_name="held-up"))
+
+
+REMOVED = "was removed while it was being deployed"
+
+
+@shared
+def test_teardown_during_an_update_removes_both_versions(
+    cluster: Cluster, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the update waits for its first answer, or hands its version over only after the removal."""
+    monkeypatch.setattr(ledger, "HEARTBEAT_S", 0.2)
+    deploy.main(echo("raced", port))
+    with ThreadPoolExecutor() as pool:
+        update = pool.submit(deploy.main, echo("raced", port, reply="two", delay_s=600.0))
+        eventually(lambda: len(footprint.footprint("raced").replicas) == 2)
+        assert teardown.main(TeardownSpec(app_name="raced")).state == "removed"
+        with pytest.raises(ServeError, match=REMOVED):
+            update.result()
+    assert is_gone("raced")
+
+    deploy.main(echo("raced", port))
+    before_hand_over = diagnosis.replica_ids
+
+    def overtaken(app_name: str) -> frozenset[str]:
+        monkeypatch.setattr(diagnosis, "replica_ids", before_hand_over)
+        teardown.main(TeardownSpec(app_name="raced"))
+        assert is_gone("raced")
+        return before_hand_over(app_name)
+
+    monkeypatch.setattr(diagnosis, "replica_ids", overtaken)
+    with pytest.raises(ServeError, match=REMOVED):
+        deploy.main(echo("raced", port, reply="two"))
+    assert is_gone("raced")
+
+
+@shared
+def test_deploy_that_comes_during_a_removal_starts_anew_and_is_left_alone(
+    cluster: Cluster, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the removal. What is late after that, a second removal or an overtaken deploy, does not touch it."""
+    deploy.main(echo("again", port, holder="monday"))
+    former = keeper.find_keeper("again")
+    waiting, going_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(deploy, "say", lambda words: waiting.set() if "being removed" in words else None)
+    remove = footprint.remove_app
+
+    def slow(*args: Any, **kwargs: Any) -> bool:
+        going_on.wait(60)
+        return remove(*args, **kwargs)
+
+    monkeypatch.setattr(footprint, "remove_app", slow)
+    with ThreadPoolExecutor() as pool:
+        removal = pool.submit(teardown.main, TeardownSpec(app_name="again", holder="monday"))
+        eventually(lambda: ray.get(former.view.remote())["closing_s"] is not None)
+        deployed = pool.submit(deploy.main, echo("again", port, reply="two", holder="tuesday"))
+        assert waiting.wait(60)
+        going_on.set()
+        assert removal.result().state == "removed"
+        base_url = deployed.result().base_url
+    assert ask(base_url) == "two"
+
+    late = deploy._Deploy(echo("again", port, holder="tuesday"), time.monotonic())
+    late._handed_over = True
+    handle = keeper.find_keeper("again")
+    assert ray.get(handle.begin.remote("version", "newcomer", "wednesday", 600.0, ())) == "deploy"
+    late._undo()
+    remove("again", timeout_s=10, say=print, is_ours=lambda: keeper.is_keeper("again", former))
+    view = ray.get(handle.view.remote())
+    assert (view["deployer"], view["holders"], view["closing_s"]) == ("newcomer", ("tuesday", "wednesday"), None)
+    assert ask(base_url) == "two"
+    assert teardown.main(TeardownSpec(app_name="again")).state == "removed"
+    assert is_gone("again")
 
 
 @shared
@@ -280,34 +383,16 @@ def test_stopped_deploy_leaves_nothing(cluster: Cluster, port: int) -> None:
     job, _ = cluster.start("deploy", echo("stopped", port, delay_s=600.0), working_dir=ECHO_DIR)
     eventually(lambda: bool(footprint.footprint("stopped")))
     cluster.jobs.stop_job(job)
-    eventually(lambda: not footprint.footprint("stopped"), timeout_s=120)
-    eventually(lambda: "stopped" not in keeper.kept_apps())
+    eventually(lambda: is_gone("stopped"), timeout_s=120)
 
 
 @shared
 def test_foreign_applications_are_neither_taken_over_nor_shadowed(cluster: Cluster, port: int) -> None:
     """The name and the route of somebody else's application are refused before anything is started."""
-    name = cluster.run("deploy", echo(BYSTANDER, port), working_dir=ECHO_DIR)
-    assert name.error is not None
-    assert "was not deployed by this provider" in name.error["message"]
-    left = cluster.run("teardown", TeardownSpec(app_name=BYSTANDER, holder="whose deploy was refused")).result
-    assert left is not None
-    assert left["state"] == "absent"
+    with pytest.raises(ServeError, match="was not deployed by this provider"):
+        deploy.main(echo(BYSTANDER, port))
+    assert teardown.main(TeardownSpec(app_name=BYSTANDER, holder="whose deploy was refused")).state == "absent"
     assert BYSTANDER in serve_state.details(serve_state.client())["applications"]
-
-
-@shared
-def test_scaled_to_zero_endpoint_wakes_up(cluster: Cluster, port: int) -> None:
-    """With no replica left, the user's uploaded package outlives its grace, and the next request is answered."""
-    scaling = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 1, "downscale_to_zero_delay_s": 1}
-    spec = echo("sleepy", port, options={"autoscaling_config": scaling})
-    deployed = cluster.run("deploy", spec, working_dir=ECHO_DIR)
-    assert deployed.result is not None
-    eventually(lambda: not footprint.footprint("sleepy"))
-    # our package is deleted after the same grace as the user's would be
-    eventually(lambda: not internal_kv._internal_kv_exists(deployed.package_uri), timeout_s=90)
-    eventually(lambda: answers(deployed.result["base_url"], "one"))
-    cluster.run("teardown", TeardownSpec(app_name="sleepy"))
 
 
 @shared
@@ -316,17 +401,13 @@ def test_lost_node_is_made_up_for(cluster: Cluster, port: int) -> None:
     first = start_worker(cluster.node, num_cpus=8)
     try:
         eventually(lambda: len([n for n in ray.nodes() if n["Alive"]]) == 2)
-        spec = echo("nomad", port, options={"ray_actor_options": {"num_cpus": 8}})
-        deployed = cluster.run("deploy", spec, working_dir=ECHO_DIR).result
-        assert deployed is not None
+        deployed = deploy.main(echo("nomad", port, options={"ray_actor_options": {"num_cpus": 8}}))
     finally:
         first.stop()
     second = start_worker(cluster.node, num_cpus=8)
     try:
-        eventually(lambda: answers(deployed["base_url"], "one"), timeout_s=120)
-        removed = cluster.run("teardown", TeardownSpec(app_name="nomad")).result
-        assert removed is not None
-        assert removed["state"] == "removed"
+        eventually(lambda: answers(deployed.base_url, "one"), timeout_s=120)
+        assert teardown.main(TeardownSpec(app_name="nomad")).state == "removed"
     finally:
         second.stop()
 
@@ -336,13 +417,11 @@ def test_teardown_works_without_serve_and_for_serve_run(cluster: Cluster, port: 
 
     One of them is the bystander: its `serve run` job was stopped long ago, and it still answers.
     """
-    assert cluster.run("deploy", echo("orphan", port), working_dir=ECHO_DIR).result is not None
+    deploy.main(echo("orphan", port))
     assert ask(bystander) == "here"
     ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"))
     for app_name in ("orphan", BYSTANDER):
         assert footprint.footprint(app_name)
-        removed = cluster.run("teardown", TeardownSpec(app_name=app_name)).result
-        assert removed is not None
-        assert removed["state"] == "removed"
+        assert teardown.main(TeardownSpec(app_name=app_name)).state == "removed"
         assert not footprint.footprint(app_name)
     eventually(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])

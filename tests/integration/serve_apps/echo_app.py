@@ -13,7 +13,8 @@ from ray.serve import Application
 api = FastAPI()
 
 
-@serve.deployment
+# shut down as soon as no request is left: Serve's defaults look every two seconds, and wait twenty
+@serve.deployment(graceful_shutdown_wait_loop_s=0.1, graceful_shutdown_timeout_s=1.0)
 @serve.ingress(api)
 class Echo:
     def __init__(

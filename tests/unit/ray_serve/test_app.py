@@ -10,10 +10,12 @@ import pytest
 
 from airflow_provider_raylm.exceptions import SpecError
 from airflow_provider_raylm.ray_serve.app import (
+    adapters,
     fingerprint,
     llm_config_kwargs,
     pick_application,
     replicas_at_start,
+    to_ask,
     without_scaling,
 )
 from airflow_provider_raylm.spec import DeploySpec, LeaseSpec
@@ -76,3 +78,19 @@ def test_at_least_the_replica_that_answers_is_counted(num_replicas: Any, scaling
     autoscaling = SimpleNamespace(min_replicas=scaling[0], initial_replicas=scaling[1]) if scaling else None
     config = SimpleNamespace(num_replicas=num_replicas, autoscaling_config=autoscaling)
     assert replicas_at_start(SimpleNamespace(_deployment_config=config)) == replicas
+
+
+@pytest.mark.parametrize(
+    ("listed", "found", "asked"),
+    [
+        (("a", "b"), (), ("a", "b")),
+        (("a", "a:x", "a:y", "b", "b:x"), ("a:x", "a:y", "b:x"), ("a", "a:x", "b", "b:x")),
+        (("qwen:7b", "qwen:14b"), (), ("qwen:7b", "qwen:14b")),
+    ],
+)
+def test_each_model_is_asked_and_one_adapter_of_each(
+    listed: tuple[str, ...], found: tuple[str, ...], asked: tuple[str, ...]
+) -> None:
+    """A colon makes an adapter only where the part before it is a model, too."""
+    assert adapters(listed) == found
+    assert to_ask(listed) == asked

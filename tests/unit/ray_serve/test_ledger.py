@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from airflow_provider_raylm.ray_serve.ledger import CLOSING_GRACE_S, DEPLOYER_TTL_S, Ledger
@@ -124,3 +126,27 @@ def test_a_failed_deploy_without_a_lease_does_not_keep_the_application(end: str)
     assert not ledger.overdue(later)
     assert ledger.release("run1", later) == ()
     assert ledger.closing_s is not None or ledger.overdue(later)
+
+
+def test_a_deploy_that_waits_claims_nothing() -> None:
+    """Whoever gives up waiting leaves no lease behind that would hold the application for nobody."""
+    ledger = deployed("run1")
+    ledger.begin("f2", "d2", "run1", 100, T0)
+    assert ledger.begin("f2", "d3", "run2", 100, T0) == "wait"
+    assert ledger.holders(T0) == ("run1",)
+
+
+@pytest.mark.parametrize("lost_to", ["a removal", "another deploy"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_deploy_that_lost_its_turn_changes_nothing(lost_to: str, first: bool) -> None:
+    """Neither its success nor its failure counts any more: the application is somebody else's now."""
+    ledger = Ledger("app", T0) if first else deployed("run1")
+    ledger.begin("f2", "late", "run2", 100, T0)
+    if lost_to == "a removal":
+        ledger.release(None, T0 + 1)
+    else:
+        ledger.begin("f3", "d3", "run2", 100, T0 + 2 * DEPLOYER_TTL_S)
+    before = dataclasses.asdict(ledger)
+    assert not ledger.finish("late", "f2", {}, {}, T0 + 130)
+    assert not ledger.abandon("late", "run2", T0 + 130)
+    assert dataclasses.asdict(ledger) == before

@@ -11,6 +11,7 @@ import pytest
 
 from airflow_provider_raylm.exceptions import ServeError, SpecError
 from airflow_provider_raylm.ray_serve.preflight import (
+    check_certificate,
     check_port,
     check_spec,
     cli_arguments,
@@ -19,8 +20,11 @@ from airflow_provider_raylm.ray_serve.preflight import (
     shortage,
 )
 from airflow_provider_raylm.spec import DeploySpec
+from tests.support.certificates import certificate
 
 MODEL: dict[str, Any] = {"model_loading_config": {"model_id": "m", "model_source": "/mnt/m"}}
+ADAPTERS = {"dynamic_lora_loading_path": "s3://bucket/adapters"}
+WITH_LORA: dict[str, Any] = {**MODEL, "lora_config": ADAPTERS, "engine_kwargs": {"enable_lora": True}}
 
 
 @pytest.mark.parametrize(
@@ -40,12 +44,56 @@ MODEL: dict[str, Any] = {"model_loading_config": {"model_id": "m", "model_source
             {"llm_configs": ({**MODEL, "deployment_config": {"ray_actor_options": {"resources": {"GPU": 1}}}},)},
             "num_gpus must not stand",
         ),
+        ({"llm_configs": ({"model_loading_config": {"model_id": "qwen:7b"}},)}, "':' cannot stand in a model_id"),
+        ({"llm_configs": ({"model_loading_config": {"model_id": "m", "model_source": "oss://b/m"}},)}, "pyarrow-s3://"),
+        ({"llm_configs": ({**WITH_LORA, "lora_config": {}},)}, "needs dynamic_lora_loading_path"),
+        (
+            {"llm_configs": ({**WITH_LORA, "lora_config": {"dynamic_lora_loading_path": "/mnt/adapters"}},)},
+            "dynamic_lora_loading_path '/mnt/adapters' cannot be read",
+        ),
+        ({"llm_configs": ({**WITH_LORA, "engine_kwargs": {"max_lora_rank": 8}},)}, "enable_lora: true"),
     ],
 )
 def test_wrong_specs_are_refused_with_the_reason(fields: dict[str, Any], words: str) -> None:
     """One sentence, before the cluster is asked anything."""
     with pytest.raises(SpecError, match=words):
         check_spec(DeploySpec(**{"app_name": "app", **fields}))
+
+
+def test_several_models_with_adapters_pass() -> None:
+    """What Ray can load is let through."""
+    other = {"model_loading_config": {"model_id": "n", "model_source": "pyarrow-s3://bucket/n"}}
+    check_spec(DeploySpec(app_name="app", llm_configs=(WITH_LORA, other)))
+
+
+@pytest.mark.parametrize(
+    ("host", "trusted", "words"),
+    [
+        ("10.0.0.1", True, None),
+        ("10.0.0.2", True, "at https://10.0.0.2: .*IP address mismatch.*must name the host"),
+        ("10.0.0.1", False, "issuer certificate.*SSL_CERT_FILE"),
+    ],
+)
+def test_certificate_is_judged_before_serve_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, trusted: bool, words: str | None
+) -> None:
+    """Serve cannot change it afterwards, so a certificate that clients refuse is refused first."""
+    made = certificate(tmp_path / "made", "10.0.0.1", "head.internal")
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", made.authority)
+    if words is None:
+        check_certificate(made.certfile, made.keyfile, None, host)
+        return
+    with pytest.raises(ServeError, match=words):
+        check_certificate(made.certfile, made.keyfile, None, host)
+
+
+def test_certificate_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    """A missing file, and a key that is another certificate's."""
+    made, other = certificate(tmp_path / "made", "a"), certificate(tmp_path / "other", "a")
+    for certfile, keyfile in ((made.certfile + "x", made.keyfile), (made.certfile, other.keyfile)):
+        with pytest.raises(ServeError, match="cannot be used on this node"):
+            check_certificate(certfile, keyfile, None, "a")
 
 
 @pytest.mark.parametrize(

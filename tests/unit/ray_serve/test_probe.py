@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from airflow_provider_raylm.exceptions import TerminalEndpointError, TransientEndpointError
-from airflow_provider_raylm.ray_serve.probe import ask, error_words, list_models, mounted_at
+from airflow_provider_raylm.ray_serve.probe import ask, check_trust, error_words, list_models, mounted_at
+from tests.support.certificates import Certificate, certificate
 
 CUT_OFF = {"choices": ["the rest is missing"]}
 CHOICE = {"choices": [{"message": {"content": "y"}}]}
@@ -134,3 +137,48 @@ def test_root_path_is_part_of_the_url_where_the_proxy_takes_it(
     """Serve versions differ in who strips the root path, so the proxy is asked."""
     server.replies = {answers_at: (200, "success")}
     assert mounted_at(url(server).removesuffix("/v1"), root_path, timeout_s=5) == mounted
+
+
+@pytest.fixture
+def https(server: Server, tmp_path: Path) -> Certificate:
+    """The server's certificate, of a private authority; the server speaks TLS from now on."""
+    made = certificate(tmp_path / "server", "127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.certfile, made.keyfile)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    return made
+
+
+def test_a_private_authority_is_trusted_by_its_file(
+    server: Server, https: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SSL_CERT_FILE names the authority for every request of readiness."""
+    monkeypatch.setenv("SSL_CERT_FILE", https.authority)
+    server.replies = {"/v1/chat/completions": (200, CHOICE), "/v1/models": (200, {"data": [{"id": "a"}]})}
+    base_url = url(server).replace("http:", "https:")
+    check_trust(base_url, timeout_s=5)
+    assert ask(base_url, "m", timeout_s=5) == "chat/completions"
+    assert list_models(base_url, timeout_s=5) == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("trusted", "host", "words"), [(False, "127.0.0.1", "issuer"), (True, "localhost", "localhost")]
+)
+def test_a_certificate_that_is_not_trusted_is_final(
+    server: Server, https: Certificate, monkeypatch: pytest.MonkeyPatch, trusted: bool, host: str, words: str
+) -> None:
+    """An unknown authority or another host's certificate is no start that is not done yet, and the way out is named."""
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", https.authority)
+    base_url = f"https://{host}:{server.server_port}/v1"
+    for request in (check_trust, list_models, lambda url, timeout_s: ask(url, "m", timeout_s=timeout_s)):
+        with pytest.raises(TerminalEndpointError, match=f"(?s)not trusted here.*{words}.*SSL_CERT_FILE") as caught:
+            request(base_url, timeout_s=5)
+        assert caught.value.http_status is None
+
+
+def test_trust_is_asked_of_https_only_and_of_those_who_answer(server: Server) -> None:
+    """A server that is not up yet, or speaks plain HTTP, has no certificate to judge."""
+    check_trust(url(server), timeout_s=5)
+    check_trust(url(server).replace("http:", "https:"), timeout_s=5)
+    check_trust("https://127.0.0.1:9/v1", timeout_s=1)
