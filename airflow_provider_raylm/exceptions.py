@@ -14,7 +14,7 @@
     │   ├── TransientEndpointError    a retry can help; has `retry_after_s`
     │   └── TerminalEndpointError     no retry can help
     ├── ServeError                    an application could not be deployed or removed
-    ├── StorageError                  the object store refused or could not be reached
+    ├── StorageError                  the object store refused or could not be reached; has `refused`, `expired`
     ├── OutputError                   the output folder cannot be used as asked
     └── PartialFailureError           more rows failed than the policy allows; has `rows`, `errors`
 
@@ -130,7 +130,18 @@ class ServeError(RaylmError):
 
 
 class StorageError(RaylmError):
-    """The object store refused or failed: wrong key, no such bucket, a wrong clock, an expired token."""
+    """The object store refused or failed: wrong key, no such bucket, a wrong clock, an expired token.
+
+    Args:
+        message: See `RaylmError`.
+        refused: The store does not accept these credentials for this; no retry with them helps.
+        expired: They were temporary and have run out.
+    """
+
+    def __init__(self, message: str, *, refused: bool = False, expired: bool = False, **details: Any) -> None:
+        super().__init__(message, refused=refused, expired=expired, **details)
+        self.refused = refused
+        self.expired = expired
 
 
 class OutputError(RaylmError):

@@ -43,8 +43,13 @@ class StorageSpec:
         region: Region name, also part of the signature.
         addressing_style: OSS takes only `virtual`; `path` is for stores without host names.
         access_key_id, secret_access_key, session_token: `None` lets the cluster's own role answer.
+        role_arn: Role that the cluster assumes with these keys, or with its own role, again and again as long as the
+            job runs: `acs:ram::<account>:role/<name>` or `arn:aws:iam::<account>:role/<name>`.
+        role_session_name, external_id: As the role's trust policy and the audit log want them.
+        sts_endpoint_url: Where the role is assumed; `None` goes by the kind of role and the region.
         anonymous: Send unsigned requests.
         verify: `False` turns TLS verification off; a string is a CA bundle on the cluster.
+        conn_id: The connection it came from, for messages.
     """
 
     endpoint_url: str | None = None
@@ -53,8 +58,13 @@ class StorageSpec:
     access_key_id: str | None = field(default=None, repr=False)
     secret_access_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
+    role_arn: str | None = None
+    role_session_name: str = "airflow-raylm"
+    external_id: str | None = None
+    sts_endpoint_url: str | None = None
     anonymous: bool = False
     verify: bool | str = True
+    conn_id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,9 @@ The front checks each signature itself (Signature Version 4) and signs again for
 that nobody else knows: the bucket moves from the host name into the path on the way, which ends the client's
 signature.
 
+A POST to the store without a bucket gives temporary keys for a role (`AssumeRole`, as Alibaba's and as AWS's STS
+answer it); they expire on the second.
+
 Buckets are host names: `http://<bucket>.localhost:<port>`. RFC 6761 reserves `.localhost` for loopback, and curl,
 which is inside pyarrow, resolves it without asking DNS, so neither `/etc/hosts` nor a wildcard domain is needed.
 """
@@ -18,7 +21,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import datetime as dt
+import email.utils
 import hashlib
 import hmac
 import itertools
@@ -32,7 +37,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -44,6 +49,8 @@ from aiohttp import web
 from demo.ray_head import LOOPBACK, free_ports
 
 CLOCK_TOLERANCE_S = 15 * 60
+ROLE = "lake-writer"
+"""Name of the one role that may be assumed."""
 
 
 @dataclass(kw_only=True)
@@ -52,15 +59,27 @@ class Faults:
 
     Attributes:
         slow_down_every: Every nth request is answered with 503 `SlowDown`; 0 never.
+        error_every: Every nth request is answered with 500 `InternalError`; 0 never.
+        lose_every: Every nth request is carried out, and the connection closed without an answer; 0 never.
         truncate_every: Every nth object download ends in the middle of its body; 0 never.
         clock_offset_s: Seconds the store's clock is ahead.
-        token_expired: Requests that carry a session token are refused as expired.
     """
 
     slow_down_every: int = 0
+    error_every: int = 0
+    lose_every: int = 0
     truncate_every: int = 0
     clock_offset_s: float = 0.0
-    token_expired: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemporaryKeys:
+    """Keys that a role's user has, with their end in seconds since the epoch."""
+
+    access_key_id: str
+    secret_access_key: str = field(repr=False)
+    session_token: str = field(repr=False)
+    expires_s: float
 
 
 @dataclass(kw_only=True)
@@ -71,7 +90,8 @@ class ObjectStore:
         endpoint_url: `http://localhost:<port>`, without bucket.
         bucket: The bucket that exists at the start.
         folder: Where the bucket's objects lie on disk.
-        session_token: Required with each request when set, as with STS.
+        role_lifetime_s: Seconds that the keys of an assumed role last.
+        watch: Called with each request as it is added to `requests`, before anything is done about it.
         requests: `(method, what)` of each request so far, for tests; `what` is the path with the query's names.
     """
 
@@ -81,9 +101,27 @@ class ObjectStore:
     region: str
     access_key_id: str
     secret_access_key: str = field(repr=False)
-    session_token: str | None = field(default=None, repr=False)
+    role_lifetime_s: float = 3600.0
     faults: Faults = field(default_factory=Faults)
+    watch: Callable[[str, str], None] = lambda method, what: None
     requests: list[tuple[str, str]] = field(default_factory=list, repr=False)
+    issued: dict[str, TemporaryKeys] = field(default_factory=dict, repr=False)
+
+    def issue(self, lifetime_s: float) -> TemporaryKeys:
+        """Make temporary keys, by access key id in `issued`."""
+        keys = TemporaryKeys(
+            access_key_id="STS." + secrets.token_hex(8),
+            secret_access_key=secrets.token_hex(16),
+            session_token=secrets.token_hex(32),
+            expires_s=time.time() + lifetime_s,
+        )
+        self.issued[keys.access_key_id] = keys
+        return keys
+
+    def expire(self) -> None:
+        """End all temporary keys now."""
+        for name, keys in self.issued.items():
+            self.issued[name] = dataclasses.replace(keys, expires_s=time.time())
 
 
 @contextlib.contextmanager
@@ -93,7 +131,6 @@ def object_store(
     folder: Path | None = None,
     access_key_id: str | None = None,
     secret_access_key: str | None = None,
-    session_token: str | None = None,
     region: str = "cn-hangzhou",
     faults: Faults | None = None,
     strict: bool = True,
@@ -104,7 +141,6 @@ def object_store(
         bucket: Name of the bucket to make.
         folder: Parent folder of the buckets; a temp folder when `None`.
         access_key_id, secret_access_key: Fresh random keys when `None`.
-        session_token: Require this token, as STS keys do.
         region: Named in signatures.
         faults: What goes wrong from the start.
         strict: `False` accepts what AWS accepts, to show what only OSS refuses.
@@ -122,7 +158,6 @@ def object_store(
         region=region,
         access_key_id=access_key_id or "LTAI" + secrets.token_hex(8),
         secret_access_key=secret_access_key or secrets.token_hex(16),
-        session_token=session_token,
         faults=faults or Faults(),
     )
     inner = _Keys(secrets.token_hex(8), secrets.token_hex(16), region)
@@ -247,11 +282,18 @@ class _Front:
         path, _, query = request.raw_path.partition("?")
         bucket = self._bucket(request)
         names = "&".join(part.partition("=")[0] for part in query.split("&") if part)
-        self.store.requests.append((request.method, f"{bucket}{path}" + (f"?{names}" if names else "")))
+        what = f"{bucket}{path}" + (f"?{names}" if names else "")
+        self.store.requests.append((request.method, what))
+        self.store.watch(request.method, what)
         faults = self.store.faults
+        number = next(self._requests)
         try:
-            if faults.slow_down_every and next(self._requests) % faults.slow_down_every == 0:
+            if not bucket and request.method == "POST":
+                return self._assume_role(body)
+            if faults.slow_down_every and number % faults.slow_down_every == 0:
                 raise _Refused(503, "SlowDown", "Please reduce your request rate.", "0026-00000001")
+            if faults.error_every and number % faults.error_every == 0:
+                raise _Refused(500, "InternalError", "We encountered an internal error.", "0026-00000002")
             if self.strict:
                 self._check_form(request, bucket, path, query)
             self._check_signature(request, path, query, body)
@@ -263,7 +305,43 @@ class _Front:
             # one that exists.
             (self.store.folder.parent / bucket / urllib.parse.unquote(path[1:])).mkdir(parents=True, exist_ok=True)
             return web.Response(headers={"ETag": f'"{hashlib.md5(b"", usedforsecurity=False).hexdigest()}"'})
-        return await self._forward(request, bucket, path, query, body)
+        answer = await self._forward(request, bucket, path, query, body)
+        if faults.lose_every and number % faults.lose_every == 0 and request.transport is not None:
+            request.transport.abort()
+        return answer
+
+    def _assume_role(self, body: bytes) -> web.Response:
+        """Alibaba's STS checks its own kind of signature; AWS's is made by boto3, and not checked here."""
+        fields = dict(urllib.parse.parse_qsl(body.decode()))
+        for_aws = fields.get("Version") == "2011-06-15"
+        if not for_aws:
+            signature = fields.pop("Signature", "")
+            canonical = urllib.parse.urlencode(sorted(fields.items()), quote_via=urllib.parse.quote, safe="~")
+            to_sign = f"POST&%2F&{urllib.parse.quote(canonical, safe='~')}"
+            key = f"{self.store.secret_access_key}&".encode()
+            expected = base64.b64encode(hmac.new(key, to_sign.encode(), hashlib.sha1).digest()).decode()
+            if fields.get("AccessKeyId") != self.store.access_key_id or signature != expected:
+                code = "SignatureDoesNotMatch"
+                return web.json_response({"Code": code, "Message": f"The string to sign is {to_sign}"}, status=400)
+        if fields.get("RoleArn", "").rpartition("/")[2] != ROLE:
+            if for_aws:
+                return web.Response(
+                    status=403, text="<ErrorResponse><Error><Code>AccessDenied</Code></Error></ErrorResponse>"
+                )
+            return web.json_response({"Code": "NoPermission", "Message": "no"}, status=403)
+        keys = self.store.issue(self.store.role_lifetime_s)
+        end = dt.datetime.fromtimestamp(keys.expires_s, dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        given = {"AccessKeyId": keys.access_key_id, "Expiration": end}
+        if not for_aws:
+            given |= {"AccessKeySecret": keys.secret_access_key, "SecurityToken": keys.session_token}
+            return web.json_response({"Credentials": given})
+        given |= {"SecretAccessKey": keys.secret_access_key, "SessionToken": keys.session_token}
+        text = "".join(f"<{name}>{value}</{name}>" for name, value in given.items())
+        return web.Response(
+            content_type="text/xml",
+            text='<AssumeRoleResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><AssumeRoleResult><Credentials>'
+            f"{text}</Credentials></AssumeRoleResult></AssumeRoleResponse>",
+        )
 
     def _bucket(self, request: web.Request) -> str:
         host = request.host.rpartition(":")[0] if ":" in request.host else request.host
@@ -294,7 +372,8 @@ class _Front:
         key, _, scope = fields.get("Credential", "").partition("/")
         if scheme != "AWS4-HMAC-SHA256" or scope.count("/") != 3:
             raise _Refused(400, "InvalidArgument", "The authorization header is malformed.", "0002-00000001")
-        if key != store.access_key_id:
+        temporary = store.issued.get(key)
+        if key != store.access_key_id and temporary is None:
             raise _Refused(
                 403,
                 "InvalidAccessKeyId",
@@ -302,9 +381,9 @@ class _Front:
                 "0002-00000902",
             )
         token = request.headers.get("x-amz-security-token")
-        if store.session_token and token != store.session_token:
+        if token != (temporary and temporary.session_token):
             raise _Refused(403, "InvalidSecurityToken", "The security token you provided is invalid.", "0002-00000603")
-        if token and store.faults.token_expired:
+        if temporary and time.time() >= temporary.expires_s:
             raise _Refused(403, "SecurityTokenExpired", "The security token you provided has expired.", "0002-00000605")
         stamp = request.headers.get("x-amz-date", "")
         sent = dt.datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=dt.timezone.utc).timestamp()
@@ -318,7 +397,13 @@ class _Front:
         date, region, _, _ = scope.split("/")
         headers = {name: request.headers.get(name, "") for name in fields.get("SignedHeaders", "").split(";")}
         expected = _signature(
-            _Keys(key, store.secret_access_key, region), request.method, path, query, headers, stamp, date
+            _Keys(key, (temporary or store).secret_access_key, region),
+            request.method,
+            path,
+            query,
+            headers,
+            stamp,
+            date,
         )
         if not hmac.compare_digest(expected, fields.get("Signature", "")):
             raise _Refused(
@@ -347,7 +432,13 @@ class _Front:
             f"<HostId>{escape(request.host)}</HostId><EC>{exc.ec}</EC>"
             f"<RecommendDoc>https://api.aliyun.com/troubleshoot?q={exc.ec}</RecommendDoc></Error>"
         )
-        headers = {"x-oss-request-id": request_id, "x-oss-ec": exc.ec, "Server": "AliyunOSS"}
+        now = dt.datetime.fromtimestamp(time.time() + self.store.faults.clock_offset_s, dt.timezone.utc)
+        headers = {
+            "x-oss-request-id": request_id,
+            "x-oss-ec": exc.ec,
+            "Server": "AliyunOSS",
+            "Date": email.utils.format_datetime(now, usegmt=True),
+        }
         body = None if request.method == "HEAD" else text.encode()
         return web.Response(status=exc.status, body=body, content_type="application/xml", headers=headers)
 

@@ -1,8 +1,8 @@
 """Label files with a language model: read, ask, write Parquet, return the manifest.
 
 The work is done by a job on the cluster (`ray_data.job`); what travels there is a `QuerySpec`. Storage credentials come
-from an Airflow connection of type `aws` and go only into the uploaded spec. A role is assumed here, on the worker, so
-the cluster sees short-lived credentials.
+from an Airflow connection of type `aws` and go only into the uploaded spec. Keys with a role go along with the role:
+the cluster assumes it, again and again, as long as the job lasts.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
         max_rows_per_file: Most rows in one output file.
         priority: `low`, `normal` or `high` share of a contended endpoint.
         group_by_prefix: Send rows with a common prompt prefix together.
-        storage_conn_id: Connection of type `aws`: key, secret, session token, `endpoint_url`, `region_name`, role.
-            Without keys in it, or without a connection, the cluster's own role answers.
+        storage_conn_id: Connection of type `aws`: key, secret, session token, `endpoint_url`, `region_name`,
+            `role_arn`. Without keys in it, or without a connection, the cluster's own role answers. A session token is
+            not renewed: for jobs that outlive one, use keys with a `role_arn`, or no keys.
         app_name: Serve application whose lease is renewed while the job lives. Default: from `deploy`.
         lease: See `DeployQwenServeOperator`. Default: from `deploy`.
         **kwargs: See `RaySubmitJobOperator`.
@@ -271,8 +272,10 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
 def storage_of(aws_conn_id: str) -> StorageSpec:
     """What the cluster needs to know of an Airflow connection of type `aws`.
 
-    Keys of the connection go along as they are; a role is assumed here, and its short-lived keys go along. A connection
-    with neither leaves it to the cluster's own role: this worker's own credentials are never handed on.
+    Keys of the connection go along as they are, and so does its role, which the cluster assumes with them, or with its
+    own role where it is one of Alibaba's. A role of AWS without keys, a profile, or a role that is assumed in another
+    way, is turned into short-lived keys here. A connection with neither leaves it to the cluster's own role: this
+    worker's own credentials are never handed on.
 
     Raises:
         SpecError: There is no such connection.
@@ -292,7 +295,14 @@ def storage_of(aws_conn_id: str) -> StorageSpec:
         connection.aws_secret_access_key,
         connection.aws_session_token,
     )
-    if not anonymous and (connection.role_arn or connection.profile_name):
+    role, assume = connection.role_arn, connection.assume_role_kwargs
+    travels = (
+        role
+        and connection.assume_role_method == "assume_role"
+        and set(assume) <= {"RoleSessionName", "ExternalId", "DurationSeconds"}
+        and (role.startswith("acs:") or (key and secret))
+    )
+    if not anonymous and not travels and (role or connection.profile_name):
         resolved = hook.get_credentials()
         key, secret, token = resolved.access_key, resolved.secret_key, resolved.token
     style = s3.get("addressing_style")
@@ -303,8 +313,13 @@ def storage_of(aws_conn_id: str) -> StorageSpec:
         access_key_id=None if anonymous else key,
         secret_access_key=None if anonymous else secret,
         session_token=None if anonymous else token,
+        role_arn=role if travels and not anonymous else None,
+        role_session_name=assume.get("RoleSessionName") or "airflow-raylm",
+        external_id=assume.get("ExternalId"),
+        sts_endpoint_url=connection.get_service_endpoint_url("sts", sts_connection_assume=True),
         anonymous=anonymous,
         verify=True if connection.verify is None else connection.verify,
+        conn_id=aws_conn_id,
     )
 
 

@@ -1,7 +1,7 @@
 """From staged files to a finished output folder, on a store without rename. Every step may be repeated.
 
     <output>/part-<run>-….parquet           what readers see
-    <output>/_SUCCESS                       there only while the folder holds one finished state
+    <output>/_SUCCESS                       there only while the folder holds one finished state; names its run
     <output>/_raylm/manifest.json           the files that belong to it, and what they are
     <output>/_raylm/results/part-….jsonl    the last run's replies in the batch format, if its input was in it
     <output>/_raylm/lock.json               who is writing, see `lock.py`
@@ -9,14 +9,19 @@
     <output>/_raylm/runs/<fingerprint>/     an unfinished run: plan, replies, staged files
 
 A commit writes down what it is about to do (`commit.json`), and from then on it is completed, by this attempt or by
-the next one that opens the folder: remove `_SUCCESS`, copy the staged files into place, switch `manifest.json`,
-delete the files of the run that is replaced, write `_SUCCESS`, clean up.
+the next one that opens the folder: copy the batch results, remove `_SUCCESS`, copy the staged files into place, switch
+`manifest.json`, delete the files of the run that is replaced, write `_SUCCESS`, clean up.
 
 Why staging and not final names from the start: a job that is killed, or fails its error policy, leaves the folder
-as it was, and the copies do not come through this process. What readers see: whoever takes the files that
-`manifest.json` lists sees the old run, then the new one, with nothing between, since the old files go only after
-the switch. Whoever lists the folder sees both for the seconds of a commit, which is why `_SUCCESS` is away for so
-long; nothing short of a table format can spare such a reader that.
+as it was, and the copies do not come through this process. What readers see at each instant:
+
+- Whoever takes the files that `manifest.json` lists sees the old run, then the new one, with nothing between: the new
+  files are there before the switch and the old ones go after it. One that was slow to open a file of the old list
+  does not find it, and reads the manifest again.
+- Whoever lists the folder sees a mix of both from the first copy to the last delete. `_SUCCESS` is away for just
+  that stretch, which takes as long as the store needs for one copy of each new file and one delete of each old,
+  sixteen at a time. A listing between two looks at `_SUCCESS` that both found the same run in it is one finished
+  state. No store without rename can spare such a reader the looks; table formats have manifests for it.
 
 `overwrite` removes files that a manifest of ours lists, nothing else. A folder with other data in it is refused: a
 mistyped path must not cost anybody a table. `append` keeps what is there, except for the files that the same labels
@@ -40,7 +45,7 @@ from airflow_provider_raylm.exceptions import OutputError
 from airflow_provider_raylm.ray_data import storage as store
 from airflow_provider_raylm.ray_data.sink import WrittenFile, write_parquet
 from airflow_provider_raylm.ray_data.source import UNIT_BLOCKS, unify
-from airflow_provider_raylm.spec import Manifest, WriteMode, from_json
+from airflow_provider_raylm.spec import Manifest, StorageSpec, WriteMode, from_json
 
 PRIVATE = "_raylm"
 SUCCESS = "_SUCCESS"
@@ -72,17 +77,20 @@ class OutputFolder:
     """One output folder: its paths, its state and its commits.
 
     Args:
-        fs: File system.
-        root: Path of the folder on it.
-        name: The folder as the user wrote it, for messages.
+        name, storage: The folder as `open_filesystem` takes it.
         check: Raises when this process may not write to the folder any more.
     """
 
-    def __init__(self, fs: Any, root: str, *, name: str, check: Callable[[], None] = lambda: None) -> None:
-        self.fs = fs
-        self.root = root.rstrip("/")
+    def __init__(self, name: str, storage: StorageSpec | None, *, check: Callable[[], None] = lambda: None) -> None:
         self.name = name
         self.check = check
+        self._storage = storage
+        self.root = store.open_filesystem(name, storage)[1].rstrip("/")
+
+    @property
+    def fs(self) -> Any:
+        """The file system, with keys that are still good."""
+        return store.open_filesystem(self.name, self._storage)[0]
 
     def path(self, *parts: str) -> str:
         return "/".join((self.root, *parts))
@@ -161,7 +169,11 @@ class OutputFolder:
         manifest = intent["manifest"]
         marked = self.fs.get_file_info(self.path(SUCCESS)).is_file
         current = self.read_json("manifest.json")
+        results = store.list_files(self.fs, self.path(intent["staging"], RESULTS))
+        named = {self.path(PRIVATE, RESULTS, entry.path.rpartition("/")[2]): entry.path for entry in results}
         if not (marked and current is not None and current["run_id"] == manifest["run_id"]):
+            self.check()
+            store.each(lambda target: store.copy(self.fs, named[target], target), named)
             self.check()
             self.delete(SUCCESS)
             there = {entry.path: entry.size for entry in store.list_files(self.fs, self.root)}
@@ -173,14 +185,13 @@ class OutputFolder:
                     store.copy(self.fs, self.path(intent["staging"], entry["path"]), target)
 
             store.each(place, manifest["files"])
-            store.delete_folder(self.fs, self.path(PRIVATE, RESULTS))
-            for entry in store.list_files(self.fs, self.path(intent["staging"], RESULTS)):
-                store.copy(self.fs, entry.path, self.path(PRIVATE, RESULTS, entry.path.rpartition("/")[2]))
             self.write_json(manifest, "manifest.json")
             self.check()
             store.delete_files(self.fs, [self.path(path) for path in intent["removed"]])
             self.check()
-            store.write_bytes(self.fs, self.path(SUCCESS), b"")
+            store.write_bytes(self.fs, self.path(SUCCESS), json.dumps({"run_id": manifest["run_id"]}).encode())
+        old = [entry.path for entry in store.list_files(self.fs, self.path(PRIVATE, RESULTS))]
+        store.delete_files(self.fs, [path for path in old if path not in named])
         # in this order: without run.json nobody takes the run up, without commit.json nobody needs the staged files
         self.delete(PRIVATE, "runs", intent["run"], "run.json")
         self.delete(PRIVATE, "commit.json")

@@ -83,19 +83,19 @@ def run(spec: QuerySpec) -> Manifest:
         load_postprocess(spec.postprocess)
     if spec.max_rows_per_file < 1:
         raise SpecError(f"max_rows_per_file: expected 1 or more, got {spec.max_rows_per_file!r}")
-    fs, root = store.open_filesystem(spec.output_path, spec.storage)
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    with store.explained(spec.output_path):
-        store.check_bucket(fs, root)
+    with store.explained(spec.output_path, spec.storage):
+        output = OutputFolder(spec.output_path, spec.storage)
+        store.check_bucket(output.fs, output.root)
         lock = folder_lock(
-            fs,
-            f"{root}/{PRIVATE}/lock.json",
+            f"{spec.output_path.rstrip('/')}/{PRIVATE}/lock.json",
+            spec.storage,
             folder=spec.output_path,
             owner={**spec.labels, "host": socket.gethostname()},
         )
+        output.check = lock.check
         with lock:
-            output = OutputFolder(fs, root, name=spec.output_path, check=lock.check)
             return _run_locked(spec, query, output)
 
 

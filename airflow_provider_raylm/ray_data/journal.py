@@ -39,6 +39,7 @@ FLUSH_S = 2.0
 FLUSH_ROWS = 2000
 _PARTS = 8
 _BLOCKS_HELD = 64
+_REFUSALS = 2  # in a row, so that one odd answer ends no job
 _SCHEMA = pa.schema([("row", pa.int64()), ("reply", pa.string())])
 
 
@@ -71,6 +72,8 @@ class Journal:
         self._writing = threading.Lock()  # one write at a time
         self._wake = threading.Event()
         self._closed = False
+        self._refusals = 0
+        self._refused: StorageError | None = None
         self._thread: threading.Thread | None = None
         if flush_s:
             self._thread = threading.Thread(target=self._run, args=(flush_s,), name="raylm-journal", daemon=True)
@@ -84,7 +87,7 @@ class Journal:
         """
         fs, root = store.open_filesystem(f"{self._folder}/{block}", self._storage)
         replies: dict[int, dict[str, Any]] = {}
-        with store.explained(self._folder):
+        with store.explained(self._folder, self._storage):
             for entry in store.list_files(fs, root):
                 # replaced by another file, or cut off by the crash of its writer
                 with contextlib.suppress(FileNotFoundError, pa.ArrowInvalid):
@@ -96,7 +99,13 @@ class Journal:
         return replies
 
     def append(self, block: int, row: int, reply: dict[str, Any]) -> None:
-        """Keep a finished reply. Never blocks on the store."""
+        """Keep a finished reply. Never blocks on the store.
+
+        Raises:
+            StorageError: The store has refused the credentials for some time: what finishes now would be lost.
+        """
+        if self._refused is not None:
+            raise self._refused
         text = json.dumps(reply, ensure_ascii=False)
         with self._lock:
             self._blocks.setdefault(block, _Block()).waiting.append((row, text))
@@ -116,7 +125,7 @@ class Journal:
             fs, root = store.open_filesystem(self._folder, self._storage)
             with self._lock:
                 touched = [number for number, block in self._blocks.items() if block.waiting]
-            with store.explained(self._folder):
+            with store.explained(self._folder, self._storage):
                 for number in touched:
                     self._write(fs, f"{root}/{number}", number)
             self._forget()
@@ -154,12 +163,19 @@ class Journal:
             for number in idle[: max(0, len(self._blocks) - _BLOCKS_HELD)]:
                 del self._blocks[number]
 
+    def flush_or_wait(self) -> None:
+        """Store what can be stored; what cannot is kept for the next time, and the sink will say if there is none."""
+        try:
+            self.flush()
+        except StorageError as exc:
+            self._refusals = self._refusals + 1 if exc.refused else 0
+            self._refused = exc if self._refusals >= _REFUSALS else None
+            logging.getLogger(__name__).warning("replies could not be stored yet: %s", exc)
+        else:
+            self._refusals, self._refused = 0, None
+
     def _run(self, flush_s: float) -> None:
         while not self._closed:
             self._wake.wait(flush_s)
             self._wake.clear()
-            try:
-                self.flush()
-            except StorageError as exc:
-                # kept and tried again; the sink will fail on the same store if it stays away
-                logging.getLogger(__name__).warning("replies could not be stored yet: %s", exc)
+            self.flush_or_wait()

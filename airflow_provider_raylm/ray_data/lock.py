@@ -25,6 +25,9 @@ from typing import Any
 
 from airflow_provider_raylm.exceptions import OutputError, RaylmError
 from airflow_provider_raylm.ray_data import storage as store
+from airflow_provider_raylm.spec import StorageSpec
+
+log = logging.getLogger(__name__)
 
 BEAT_S = 5.0
 SETTLE_S = 2.0
@@ -67,6 +70,7 @@ class FolderLock:
         self._beats = 0
         self._confirmed_s = 0.0
         self._lost = False
+        self._error = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -80,7 +84,11 @@ class FolderLock:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        self.release()
+        try:
+            self.release()
+        except (RaylmError, OSError) as exc:
+            # it becomes void by itself, and what ended the run matters more
+            log.warning("the lock of %s was not given back: %s", self._folder, exc)
 
     def acquire(self) -> None:
         """Take the lock, or fail.
@@ -112,10 +120,12 @@ class FolderLock:
         Raises:
             OutputError: It is not, or that cannot be known.
         """
-        if self._lost or self._clock() - self._confirmed_s > 0.8 * EXPIRY_S:
+        if self._lost:
+            raise OutputError(f"{self._folder}: another run took over this output folder; nothing more is written")
+        if (silent_s := self._clock() - self._confirmed_s) > 0.8 * EXPIRY_S:
             raise OutputError(
-                f"{self._folder}: this run lost its lock on the output folder (it was cut off from the store, or "
-                "another run took over); nothing more is written"
+                f"{self._folder}: this run could not renew its lock on the output folder for {silent_s:.0f} s, so "
+                f"another may have it; nothing more is written. {self._error}".rstrip()
             )
 
     def renew(self) -> None:
@@ -172,15 +182,25 @@ class FolderLock:
             try:
                 self.renew()
             except (RaylmError, OSError) as exc:
-                logging.getLogger(__name__).warning("the lock of %s was not renewed: %s", self._folder, exc)
+                self._error = str(exc)
+                log.warning("the lock of %s was not renewed: %s", self._folder, exc)
 
 
-def folder_lock(fs: Any, path: str, **kwargs: Any) -> FolderLock:
-    """The lock object at a path of a file system."""
+def folder_lock(path: str, storage: StorageSpec | None, **kwargs: Any) -> FolderLock:
+    """The lock object at a path, as `open_filesystem` takes it."""
+
+    def asking(work: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any) -> Any:
+            with store.explained(path, storage):
+                fs, found = store.open_filesystem(path, storage)
+                return work(fs, found, *args)
+
+        return ask
+
     return FolderLock(
-        lambda: store.read_bytes(fs, path),
-        lambda data: store.write_bytes(fs, path, data),
-        lambda: store.delete_files(fs, [path]),
+        asking(store.read_bytes),
+        asking(store.write_bytes),
+        asking(lambda fs, found: store.delete_files(fs, [found])),
         process=this_process(),
         is_dead=has_ended_here,
         **kwargs,

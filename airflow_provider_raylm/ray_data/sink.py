@@ -11,7 +11,6 @@ may not add any.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -87,8 +86,7 @@ class StagingSink(Datasink[list[WrittenFile]]):  # type: ignore[misc]  # Ray is 
         dropped: Sequence[str] = (),
         postprocess: str | None = None,
     ) -> None:
-        self._open = functools.partial(store.open_filesystem, folder, storage)
-        self._folder = folder
+        self._folder, self._storage = folder, storage
         self._run_id = run_id
         self._output_col = output_col
         self._max_rows = max_rows_per_file
@@ -137,8 +135,8 @@ class StagingSink(Datasink[list[WrittenFile]]):  # type: ignore[misc]  # Ray is 
         name, size = "", 0
         if table.num_rows:
             name = file_name(self._run_id, spans[0])
-            fs, folder = self._open()
-            with store.explained(self._folder):
+            with store.explained(self._folder, self._storage):
+                fs, folder = store.open_filesystem(self._folder, self._storage)
                 size = write_parquet(fs, f"{folder}/{name}", table)
         return WrittenFile(
             name=name, rows=table.num_rows, rows_in=rows_in, size=size, spans=spans, schema=table.schema, **counted

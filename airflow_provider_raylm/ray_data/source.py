@@ -23,6 +23,7 @@ import base64
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -161,7 +162,7 @@ def list_input(
     by_suffix = "jsonl" if input_format == "openai_batch" else input_format
     for path in [paths] if isinstance(paths, str) else paths:
         fs, root = store.open_filesystem(path, storage)
-        with store.explained(path):
+        with store.explained(path, storage):
             # a store is listed first: it says why it refuses a listing, but not why it refuses to look at an object
             entries = [] if store.is_local(fs) and os.path.isfile(root) else store.list_files(fs, root)
             if not entries:
@@ -235,7 +236,7 @@ def make_plan(
     input_format, files = listing or list_input(paths, storage, input_format)
     first = paths if isinstance(paths, str) else paths[0]
     fs, _ = store.open_filesystem(first, storage)
-    with store.explained(first):
+    with store.explained(first, storage):
         if input_format == "parquet":
             files, schema, groups = _parquet_footers(fs, files)
             units = _parquet_units(files, groups, actors)
@@ -482,8 +483,8 @@ class PlannedSource(Datasource):  # type: ignore[misc]  # Ray is not typed
     ) -> None:
         super().__init__()
         self._plan = plan
-        self._open = functools.partial(store.open_filesystem, path, storage)
-        self._open_counts = functools.partial(store.open_filesystem, counts_folder, counts_storage)
+        self._place = (path, storage)
+        self._counts = (counts_folder, counts_storage)
 
     def get_name(self) -> str:
         return "Input"
@@ -501,7 +502,7 @@ class PlannedSource(Datasource):  # type: ignore[misc]  # Ray is not typed
         for index, unit in enumerate(plan.units):
             sources = [(plan.files[piece.file], piece) for piece in unit]
             read = functools.partial(
-                _read_unit, index, sources, plan.input_format, plan.schema, self._open, self._open_counts
+                _read_unit, index, sources, plan.input_format, plan.schema, self._place, self._counts
             )
             read.__name__ = "read_input"  # type: ignore[attr-defined]  # Ray names the task by it
             size = sum((piece.stop or 0) - piece.start or file.size for file, piece in sources)
@@ -521,38 +522,66 @@ def _read_unit(
     sources: list[tuple[InputFile, Piece]],
     input_format: str,
     schema: pa.Schema,
-    open_fs: Any,
-    open_counts: Any,
+    place: tuple[str, StorageSpec | None],
+    counts: tuple[str, StorageSpec | None],
 ) -> Iterator[pa.Table]:
-    fs, _ = open_fs()
     block = unit * UNIT_BLOCKS
     rows = 0
     for file, piece in sources:
-        with store.explained(file.path):
-            for table in _read_piece(fs, file, piece, input_format, schema):
-                for offset in range(0, table.num_rows, BLOCK_ROWS):
-                    part = table.slice(offset, BLOCK_ROWS)
-                    count = part.num_rows
-                    rows += count
-                    yield part.append_column(BLOCK_COL, pa.repeat(pa.scalar(block, pa.int64()), count)).append_column(
-                        ROW_COL, pa.array(range(count), pa.int64())
-                    )
-                    block += 1
-    counts_fs, folder = open_counts()
-    with store.explained(folder):
-        store.write_bytes(counts_fs, f"{folder}/{unit:06d}.json", json.dumps({"unit": unit, "rows": rows}).encode())
+        for table in read_piece(file, piece, input_format, schema, *place):
+            for offset in range(0, table.num_rows, BLOCK_ROWS):
+                part = table.slice(offset, BLOCK_ROWS)
+                count = part.num_rows
+                rows += count
+                yield part.append_column(BLOCK_COL, pa.repeat(pa.scalar(block, pa.int64()), count)).append_column(
+                    ROW_COL, pa.array(range(count), pa.int64())
+                )
+                block += 1
+    with store.explained(*counts):
+        fs, folder = store.open_filesystem(*counts)
+        store.write_bytes(fs, f"{folder}/{unit:06d}.json", json.dumps({"unit": unit, "rows": rows}).encode())
     if rows == 0:
         yield tracked(schema).empty_table()
 
 
 def read_counts(folder: str, storage: StorageSpec | None) -> dict[int, int]:
     """Rows of each unit that was read to its end, `{unit: rows}`."""
-    fs, root = store.open_filesystem(folder, storage)
-    with store.explained(folder):
+    with store.explained(folder, storage):
+        fs, root = store.open_filesystem(folder, storage)
         entries = store.list_files(fs, root)
         texts = store.each(lambda entry: store.read_bytes(fs, entry.path) or b"{}", entries)
     counts = (json.loads(text) for text in texts)
     return {raw["unit"]: raw["rows"] for raw in counts if raw}
+
+
+def read_piece(
+    file: InputFile, piece: Piece, input_format: str, schema: pa.Schema, path: str, storage: StorageSpec | None
+) -> Iterator[pa.Table]:
+    """Read a stretch of a file, the same tables each time.
+
+    A slow model keeps a file open for longer than a role's keys last. The file is then opened with new ones, and the
+    tables that were read already are passed over.
+
+    Args:
+        file, piece, input_format, schema: Of the plan.
+        path, storage: One of the input paths, to open the file system by.
+
+    Raises:
+        StorageError: The store refused.
+    """
+    read, before = 0, -1
+    while True:
+        try:
+            with store.explained(path, storage, name=file.path):
+                fs, _ = store.open_filesystem(path, storage)
+                for table in itertools.islice(_read_piece(fs, file, piece, input_format, schema), read, None):
+                    read += 1
+                    yield table
+            return
+        except StorageError as exc:
+            if not exc.expired or exc.refused or read == before:
+                raise
+            before = read
 
 
 def _read_piece(fs: Any, file: InputFile, piece: Piece, input_format: str, schema: pa.Schema) -> Iterator[pa.Table]:

@@ -10,10 +10,10 @@ has to be passed down to them.
 An open file system is never sent to another process: pickling it would carry keys that may have expired, and would
 make a client without the setting above. Processes get the `StorageSpec` and open their own.
 
-Temporary credentials of the cluster's own role run out during a long job. They are looked up again before they do,
-each time somebody opens the file system, and every task opens it anew. Keys in a `StorageSpec` cannot be renewed
-from here: the job then fails with a sentence that says so, and its next attempt, with fresh keys, goes on where it
-stopped.
+Temporary credentials of a role run out during a long job. They are asked for again before they do, each time
+somebody opens the file system; so nobody keeps it: it is opened for each piece of work. A session token in a
+`StorageSpec` cannot be renewed from here: the job then fails with a sentence that says so, and its next attempt,
+with a fresh one, goes on where it stopped.
 
 `DeleteObjects` needs `Content-MD5` on OSS and pyarrow 26 does not send it, so objects are deleted one by one,
 several at a time.
@@ -23,14 +23,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime as dt
-import json
+import logging
 import os
 import re
 import threading
 import time
-import urllib.parse
-import urllib.request
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +38,7 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from airflow_provider_raylm.exceptions import SpecError, StorageError
+from airflow_provider_raylm.ray_data.credentials import OSS_HOST, find_credentials, renew_themselves
 from airflow_provider_raylm.spec import StorageSpec
 
 CHECKSUM_VARIABLE = "AWS_REQUEST_CHECKSUM_CALCULATION"
@@ -51,17 +49,9 @@ _CONNECT_TIMEOUT_S = 10.0
 _REQUEST_TIMEOUT_S = 60.0  # without a byte; pyarrow's own 3 s end requests when either side is merely busy
 _DELETE_THREADS = 16
 _RENEW_BEFORE_S = 300.0
+_RENEW_AGAIN_S = 30.0
 
 _OBJECT_SCHEMES = ("oss", "s3", "s3a", "s3n")
-_OSS_HOST = re.compile(r"(?:^|\.)oss-(?P<region>[a-z0-9-]+?)(?:-internal)?\.aliyuncs\.com$")
-
-
-@dataclass(frozen=True)
-class _Credentials:
-    access_key_id: str
-    secret_access_key: str
-    session_token: str | None = None
-    expires_s: float | None = None  # wall clock, seconds since the epoch
 
 
 def open_filesystem(path: str, storage: StorageSpec | None) -> tuple[Any, str]:
@@ -78,18 +68,24 @@ def open_filesystem(path: str, storage: StorageSpec | None) -> tuple[Any, str]:
         SpecError: The path has another scheme or no bucket, or an `oss://` path has no endpoint.
         StorageError: The cluster's role gave no credentials.
     """
+    known, found = _locate(path, storage)
+    return (pafs.LocalFileSystem() if known is None else _client(known)), found
+
+
+def _locate(path: str, storage: StorageSpec | None) -> tuple[StorageSpec | None, str]:
+    """The store that a path lies on, `None` for local files, and the path on it."""
     scheme, separator, rest = path.partition("://")
     if not separator:
-        return pafs.LocalFileSystem(), os.path.abspath(path)
+        return None, os.path.abspath(path)
     if scheme == "file":
-        return pafs.LocalFileSystem(), os.path.abspath("/" + rest.lstrip("/"))
+        return None, os.path.abspath("/" + rest.lstrip("/"))
     if scheme not in _OBJECT_SCHEMES:
         raise SpecError(
             f"{path!r}: {scheme}:// is not supported; expected oss://, s3:// or a path that every node sees"
         )
     bucket, _, key = rest.partition("/")
     storage = storage or StorageSpec()
-    if _OSS_HOST.search(bucket):  # Hadoop's way to write it: the host name of the bucket
+    if OSS_HOST.search(bucket):  # Hadoop's way to write it: the host name of the bucket
         bucket, _, host = bucket.partition(".")
         if storage.endpoint_url is None:
             storage = dataclasses.replace(storage, endpoint_url=f"https://{host}")
@@ -101,20 +97,38 @@ def open_filesystem(path: str, storage: StorageSpec | None) -> tuple[Any, str]:
             "set endpoint_url in the storage connection's extra"
         )
     key = "/".join(part for part in key.split("/") if part)
-    return _client(storage), f"{bucket}/{key}" if key else bucket
+    return storage, f"{bucket}/{key}" if key else bucket
 
 
-_clients: dict[StorageSpec, tuple[Any, float | None]] = {}
+@dataclass(frozen=True)
+class _Client:
+    """A client of this process; times are wall clock, `None` for keys that last."""
+
+    fs: Any
+    renew_s: float | None
+    expires_s: float | None
+
+
+_clients: dict[StorageSpec, _Client] = {}
 _clients_lock = threading.Lock()
 
 
 def _client(storage: StorageSpec) -> Any:
     with _clients_lock:
-        client, expires_s = _clients.get(storage, (None, None))
-        if client is None or (expires_s is not None and time.time() > expires_s - _RENEW_BEFORE_S):
-            client, expires_s = _make_client(storage)
-            _clients[storage] = (client, expires_s)
-        return client
+        client = _clients.get(storage)
+        now_s = time.time()
+        if client is None or (client.renew_s is not None and now_s > client.renew_s):
+            try:
+                fs, expires_s = _make_client(storage)
+            except StorageError as exc:
+                if client is None or client.expires_s is None or now_s > client.expires_s:
+                    raise
+                logging.getLogger(__name__).warning("the store's keys are not renewed yet: %s", exc)
+                _clients[storage] = dataclasses.replace(client, renew_s=now_s + _RENEW_AGAIN_S)
+            else:
+                renew_s = None if expires_s is None else max(expires_s - _RENEW_BEFORE_S, (now_s + expires_s) / 2)
+                client = _clients[storage] = _Client(fs, renew_s, expires_s)
+        return client.fs
 
 
 def _make_client(storage: StorageSpec) -> tuple[Any, float | None]:
@@ -133,7 +147,7 @@ def _make_client(storage: StorageSpec) -> tuple[Any, float | None]:
         scheme, _, host = endpoint.rpartition("://")
         host = host.rstrip("/")
         options |= {"scheme": scheme or "https", "endpoint_override": host}
-        match = _OSS_HOST.search(host)
+        match = OSS_HOST.search(host.partition(":")[0])
         # any region signs; without one the SDK asks the metadata service of AWS, and waits for it
         options["region"] = storage.region or (match["region"] if match else None) or _environment_region()
     if storage.verify is False and options.get("scheme") != "http":
@@ -142,7 +156,8 @@ def _make_client(storage: StorageSpec) -> tuple[Any, float | None]:
         options["tls_ca_file_path"] = storage.verify
     if storage.anonymous:
         return pafs.S3FileSystem(anonymous=True, **options), None
-    credentials = _credentials(storage, endpoint)
+    host = (endpoint or "").rpartition("://")[2].rstrip("/")
+    credentials = find_credentials(storage, host, options["region"] or _environment_region(), os.environ)
     if credentials is None:  # the SDK's own chain: AWS variables, profile, instance role; it renews by itself
         return pafs.S3FileSystem(**options), None
     return pafs.S3FileSystem(
@@ -153,47 +168,6 @@ def _make_client(storage: StorageSpec) -> tuple[Any, float | None]:
     ), credentials.expires_s
 
 
-def _credentials(storage: StorageSpec, endpoint: str | None) -> _Credentials | None:
-    if storage.access_key_id and storage.secret_access_key:
-        return _Credentials(storage.access_key_id, storage.secret_access_key, storage.session_token)
-    if not endpoint or not _OSS_HOST.search(endpoint.rpartition("://")[2].partition("/")[0].partition(":")[0]):
-        return None
-    return alibaba_role(os.environ)
-
-
-def alibaba_role(environ: Any) -> _Credentials | None:
-    """Credentials that an Alibaba Cloud node offers, in the order of its own SDKs; `None` when it offers none.
-
-    Variables, then the address in `ALIBABA_CLOUD_CREDENTIALS_URI`, then the RAM role of the instance named in
-    `ALIBABA_CLOUD_ECS_METADATA`.
-
-    Raises:
-        StorageError: An address was named and did not answer with credentials.
-    """
-    if environ.get("ALIBABA_CLOUD_ACCESS_KEY_ID"):
-        return _Credentials(
-            environ["ALIBABA_CLOUD_ACCESS_KEY_ID"],
-            environ.get("ALIBABA_CLOUD_ACCESS_KEY_SECRET", ""),
-            environ.get("ALIBABA_CLOUD_SECURITY_TOKEN") or None,
-        )
-    url = environ.get("ALIBABA_CLOUD_CREDENTIALS_URI")
-    if not url and (role := environ.get("ALIBABA_CLOUD_ECS_METADATA")):
-        url = f"http://100.100.100.200/latest/meta-data/ram/security-credentials/{urllib.parse.quote(role)}"
-    if not url:
-        return None
-    try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(url, timeout=10) as response:
-            raw = json.load(response)
-        expires = dt.datetime.fromisoformat(raw["Expiration"].replace("Z", "+00:00")).timestamp()
-        return _Credentials(raw["AccessKeyId"], raw["AccessKeySecret"], raw["SecurityToken"], expires)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise StorageError(
-            f"the cluster's role gave no credentials: {type(exc).__name__} from the credentials service; "
-            "check the role, or give keys in the storage connection"
-        ) from exc
-
-
 def _environment_endpoint() -> str | None:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
@@ -202,29 +176,32 @@ def _environment_region() -> str:
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
 
 
-_REASONS: tuple[tuple[str, str], ...] = (
-    (r"NO_SUCH_BUCKET|NoSuchBucket", "the bucket does not exist"),
-    (r"INVALID_ACCESS_KEY_ID|InvalidAccessKeyId", "the store does not know the access key id"),
-    (r"SIGNATURE_DOES_NOT_MATCH|SignatureDoesNotMatch", "the secret key is wrong"),
-    (r"REQUEST_TIME_TOO_SKEWED|RequestTimeTooSkewed", "the clock of the cluster is more than 15 minutes wrong"),
-    (
-        r"SecurityTokenExpired|ExpiredToken|EXPIRED_TOKEN|InvalidSecurityToken|INVALID_CLIENT_TOKEN_ID",
-        "the temporary credentials have expired or are invalid; the next attempt, with fresh ones, goes on where "
-        "this one stopped",
-    ),
+_DENIED = "access denied: the keys or the role may not do this"
+_EXPIRED = re.compile(r"SecurityTokenExpired|ExpiredToken|EXPIRED_TOKEN|TokenRefreshRequired")
+_REASONS: tuple[tuple[str, str, bool], ...] = (  # pattern, reason, whether the store refuses the credentials
+    (r"NO_SUCH_BUCKET|NoSuchBucket", "the bucket does not exist", False),
+    (r"INVALID_ACCESS_KEY_ID|InvalidAccessKeyId", "the store does not know the access key id", True),
+    (r"SIGNATURE_DOES_NOT_MATCH|SignatureDoesNotMatch", "the secret key is wrong", True),
+    (r"REQUEST_TIME_TOO_SKEWED|RequestTimeTooSkewed", "the clock of the cluster is more than 15 minutes wrong", False),
+    (r"InvalidSecurityToken|InvalidToken|INVALID_CLIENT_TOKEN_ID", "the session token is not valid", True),
     (
         r"SecondLevelDomainForbidden",
         "OSS takes only virtual-hosted addressing; set addressing_style to virtual in the storage connection",
+        False,
     ),
-    (r"SLOW_DOWN|SlowDown", f"the store still says SlowDown after {_MAX_ATTEMPTS} attempts"),
-    (r"ACCESS_DENIED|AccessDenied|HTTP status 403", "access denied: the keys or the role may not do this"),
-    (r"NETWORK_CONNECTION|resolve host|connect", "the store cannot be reached"),
+    (r"SLOW_DOWN|SlowDown", f"the store still says SlowDown after {_MAX_ATTEMPTS} attempts", False),
+    (r"ACCESS_DENIED|AccessDenied|HTTP status 403", _DENIED, True),
+    (r"NETWORK_CONNECTION|resolve host|connect", "the store cannot be reached", False),
 )
 
 
 @contextlib.contextmanager
-def explained(path: str) -> Iterator[None]:
+def explained(path: str, storage: StorageSpec | None = None, *, name: str | None = None) -> Iterator[None]:
     """Turn the store's errors into sentences. A path that does not exist stays `FileNotFoundError`.
+
+    Args:
+        path, storage: As `open_filesystem` takes them.
+        name: What the message calls the path.
 
     Raises:
         StorageError: With the path, the reason in plain words, and the store's own code.
@@ -234,16 +211,40 @@ def explained(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except OSError as exc:
-        raise StorageError(describe(exc, path)) from exc
+        raise _explanation(exc, path, storage, name or path) from exc
 
 
-def describe(exc: BaseException, path: str) -> str:
-    """One sentence for an error of the store about a path."""
+def _explanation(exc: OSError, path: str, storage: StorageSpec | None, name: str) -> StorageError:
+    known, found = _locate(path, storage)
     text = str(exc)
-    for pattern, reason in _REASONS:
+    if known is not None and "ACCESS_DENIED" in text:
+        # what is said of one object has no reason in it; what is said of a listing has
+        try:
+            _client(known).get_file_info(pafs.FileSelector(found.partition("/")[0]))
+        except OSError as said:
+            text = str(said)
+    if _EXPIRED.search(text):
+        renewed = known is not None and renew_themselves(known, os.environ)
+        if known is not None and renewed:
+            with _clients_lock:
+                _clients.pop(known, None)
+        reason = _expired(known or StorageSpec(), renewed=renewed)
+        return StorageError(f"{name}: {reason} ({_brief(text)})", refused=not renewed, expired=True)
+    for pattern, reason, refused in _REASONS:
         if re.search(pattern, text, re.IGNORECASE if pattern.islower() else 0):
-            return f"{path}: {reason} ({_brief(text)})"
-    return f"{path}: {_brief(text)}"
+            return StorageError(f"{name}: {reason} ({_brief(text)})", refused=refused)
+    return StorageError(f"{name}: {_brief(text)}")
+
+
+def _expired(storage: StorageSpec, *, renewed: bool) -> str:
+    if renewed:
+        return "the role's temporary credentials have expired; they are asked for anew"
+    where = f"connection {storage.conn_id!r}" if storage.conn_id else "storage connection"
+    return (
+        f"the session token of the {where} has expired; the finished rows are stored, and the next attempt with a "
+        "fresh token goes on from there. For jobs that outlive a token, give the connection lasting keys with a "
+        "role_arn, or no keys, so that the cluster's own role answers"
+    )
 
 
 def _brief(text: str) -> str:

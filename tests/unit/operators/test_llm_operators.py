@@ -319,6 +319,26 @@ def test_secrets_are_in_the_spec_file_and_nowhere_else(
             {"extra": {"config_kwargs": {"s3": {"addressing_style": "path"}}}},
             StorageSpec(addressing_style="path"),
         ),
+        (
+            {
+                "login": "id",
+                "password": "key",
+                "extra": {
+                    "role_arn": "acs:ram::1:role/r",
+                    "assume_role_kwargs": {"RoleSessionName": "s", "ExternalId": "e"},
+                    "service_config": {"sts": {"endpoint_url": "https://sts.example"}},
+                },
+            },
+            StorageSpec(
+                access_key_id="id",
+                secret_access_key="key",
+                role_arn="acs:ram::1:role/r",
+                role_session_name="s",
+                external_id="e",
+                sts_endpoint_url="https://sts.example",
+            ),
+        ),
+        ({"extra": {"role_arn": "acs:ram::1:role/r"}}, StorageSpec(role_arn="acs:ram::1:role/r")),
         ({"extra": {"config_kwargs": {"signature_version": "unsigned"}}}, StorageSpec(anonymous=True)),
     ],
 )
@@ -327,21 +347,26 @@ def test_storage(monkeypatch: pytest.MonkeyPatch, connection: dict[str, Any], ex
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-worker")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-worker")
     monkeypatch.setenv("AIRFLOW_CONN_OSS", json.dumps({"conn_type": "aws", **connection}))
-    assert storage_of("oss") == expected
+    assert storage_of("oss") == dataclasses.replace(expected, conn_id="oss")
 
 
-def test_a_role_is_assumed_on_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cluster gets the short-lived keys."""
+@pytest.mark.parametrize(
+    ("login", "assume"), [({}, {}), ({"login": "id", "password": "key"}, {"Policy": "{}"})], ids=["no keys", "policy"]
+)
+def test_a_role_that_the_cluster_cannot_assume_is_assumed_on_the_worker(
+    monkeypatch: pytest.MonkeyPatch, login: dict[str, str], assume: dict[str, str]
+) -> None:
+    """It is left to the worker's own credentials, or asks for more than the cluster's side knows: short-lived keys."""
     from airflow.providers.amazon.aws.hooks.base_aws import AwsBaseHook
     from botocore.credentials import ReadOnlyCredentials
 
-    extra = {"role_arn": "arn:aws:iam::1:role/r"}
-    monkeypatch.setenv(
-        "AIRFLOW_CONN_OSS", json.dumps({"conn_type": "aws", "login": "id", "password": "key", "extra": extra})
-    )
+    extra = {"role_arn": "arn:aws:iam::1:role/r", "assume_role_kwargs": assume}
+    monkeypatch.setenv("AIRFLOW_CONN_OSS", json.dumps({"conn_type": "aws", **login, "extra": extra}))
     assumed = ReadOnlyCredentials("short", "lived", "token")
     monkeypatch.setattr(AwsBaseHook, "get_credentials", lambda self: assumed)
-    assert storage_of("oss") == StorageSpec(access_key_id="short", secret_access_key="lived", session_token="token")
+    assert storage_of("oss") == StorageSpec(
+        access_key_id="short", secret_access_key="lived", session_token="token", conn_id="oss"
+    )
 
 
 def test_a_missing_storage_connection_is_named() -> None:

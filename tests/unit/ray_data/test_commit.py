@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pyarrow as pa
 import pyarrow.dataset as pads
-import pyarrow.fs as pafs
 import pytest
 
 from airflow_provider_raylm.exceptions import OutputError
@@ -36,7 +35,7 @@ def ids_in(folder) -> list[int]:
 
 
 def folder_of(tmp_path, **kwargs) -> OutputFolder:
-    return OutputFolder(pafs.LocalFileSystem(), str(tmp_path), name="out", **kwargs)
+    return OutputFolder(str(tmp_path), None, **kwargs)
 
 
 @pytest.mark.parametrize("step", range(1, 14))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from airflow_provider_raylm.exceptions import StorageError
 from airflow_provider_raylm.ray_data import journal as module
+from airflow_provider_raylm.ray_data import storage
 from airflow_provider_raylm.ray_data.journal import Journal
 
 
@@ -53,3 +55,29 @@ def test_the_thread_stores_without_being_asked(tmp_path):
     writer.append(0, 0, reply("a"))
     writer.close()
     assert Journal(str(tmp_path), None, flush_s=0).load(0) == {0: reply("a")}
+
+
+def test_a_store_that_goes_on_refusing_ends_the_job_and_one_that_is_away_does_not(tmp_path, monkeypatch):
+    """What finishes after that would be paid for and lost; a store that comes back gets everything."""
+    writer = Journal(str(tmp_path), None, flush_s=0)
+    writer.append(0, 0, reply("a"))
+    errors = [StorageError("busy")] * 3 + [StorageError("expired", refused=True)] * 2
+    real = storage.write_bytes
+
+    def write(*args):
+        if errors:
+            raise errors.pop(0)
+        real(*args)
+
+    monkeypatch.setattr(storage, "write_bytes", write)
+    refused = []
+    for _ in range(6):
+        writer.flush_or_wait()
+        try:
+            writer.append(0, 1, reply("b"))
+            refused.append(False)
+        except StorageError:
+            refused.append(True)
+    assert refused == [False, False, False, False, True, False]
+    writer.flush()
+    assert writer.load(0) == {0: reply("a"), 1: reply("b")}

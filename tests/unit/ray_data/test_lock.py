@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from airflow_provider_raylm.exceptions import OutputError
+from airflow_provider_raylm.exceptions import OutputError, StorageError
 from airflow_provider_raylm.ray_data import lock as lock_module
 from airflow_provider_raylm.ray_data.lock import EXPIRY_S, SETTLE_S, FolderLock, has_ended_here, this_process
 
@@ -94,7 +94,7 @@ def test_an_owner_that_was_cut_off_stops():
     lock = store.lock()
     lock.acquire()
     store.now += EXPIRY_S
-    with pytest.raises(OutputError, match="lost its lock"):
+    with pytest.raises(OutputError, match="could not renew its lock"):
         lock.check()
 
 
@@ -135,3 +135,16 @@ def test_the_lock_of_an_owner_that_is_known_to_be_dead_is_taken_at_once():
     second.acquire()
     assert store.now == SETTLE_S
     second.check()
+
+
+def test_a_store_that_refuses_at_the_end_does_not_hide_what_ended_the_run():
+    """The lock becomes void by itself."""
+    store = Store()
+
+    def refuse() -> None:
+        raise StorageError("expired")
+
+    lock = store.lock()
+    lock._delete = refuse
+    with pytest.raises(KeyError), lock:
+        raise KeyError

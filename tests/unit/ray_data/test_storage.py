@@ -10,7 +10,8 @@ import pyarrow.fs as pafs
 import pytest
 
 from airflow_provider_raylm.exceptions import SpecError
-from airflow_provider_raylm.ray_data import storage
+from airflow_provider_raylm.ray_data import credentials, storage
+from airflow_provider_raylm.ray_data.credentials import Credentials
 from airflow_provider_raylm.spec import StorageSpec
 
 OSS = StorageSpec(endpoint_url="https://oss-cn-beijing-internal.aliyuncs.com", access_key_id="a", secret_access_key="b")
@@ -61,8 +62,8 @@ def test_the_endpoint_may_be_part_of_the_bucket(monkeypatch):
 def test_a_client_is_kept_until_its_credentials_are_about_to_expire(monkeypatch):
     """One client per process; the role is asked again before its keys run out."""
     role = dataclasses.replace(OSS, access_key_id=None, secret_access_key=None)
-    given = iter([storage._Credentials("a", "b", "c", 10_000.0), storage._Credentials("d", "e", "f", 20_000.0)])
-    monkeypatch.setattr(storage, "alibaba_role", lambda environ: next(given))
+    given = iter([Credentials("a", "b", "c", 10_000.0), Credentials("d", "e", "f", 20_000.0)])
+    monkeypatch.setattr(credentials, "alibaba_role", lambda environ: next(given))
     keys = []
     for now_s in (0.0, 9_000.0, 9_800.0, 12_000.0):
         monkeypatch.setattr(storage.time, "time", lambda now_s=now_s: now_s)
