@@ -21,6 +21,9 @@ from typing import Any
 SMOLLM2_ID = "SmolLM2-135M-Instruct"
 TINY_QWEN3_ID = "tiny-qwen3"
 TINY_VOCABULARY = 320
+TINY_HIDDEN = 64
+TINY_LAYERS = 2
+TINY_RANK = 8
 TINY_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 # ChatML. Like Qwen3's own template, enable_thinking=false pre-fills an empty think block.
 CHAT_TEMPLATE = (
@@ -57,6 +60,15 @@ def tiny_qwen3(cache: Path | None = None) -> Path:
         RuntimeError: Making it failed; the message ends with the output.
     """
     return _make_once("tiny-qwen3", cache)
+
+
+def tiny_qwen3_adapter(cache: Path | None = None) -> Path:
+    """Folder of a random LoRA adapter of rank 8 for `tiny_qwen3`, strong enough to change its answers.
+
+    Raises:
+        RuntimeError: Making it failed; the message ends with the output.
+    """
+    return _make_once("tiny-qwen3-adapter", cache, made="adapter_config.json")
 
 
 def cpu_llm_config(
@@ -96,9 +108,9 @@ def cpu_llm_config(
     }
 
 
-def _make_once(name: str, cache: Path | None) -> Path:
+def _make_once(name: str, cache: Path | None, *, made: str = "config.json") -> Path:
     target = (cache or cache_dir()) / name
-    if (target / "config.json").is_file():
+    if (target / made).is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
@@ -117,7 +129,7 @@ def _make_once(name: str, cache: Path | None) -> Path:
         try:
             part.rename(target)
         except OSError:
-            if not (target / "config.json").is_file():  # else someone made it at the same time: theirs is as good
+            if not (target / made).is_file():  # else someone made it at the same time: theirs is as good
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -160,12 +172,12 @@ def _make_tiny_qwen3(folder: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=TINY_VOCABULARY,
-        hidden_size=64,
+        hidden_size=TINY_HIDDEN,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=TINY_LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
+        head_dim=TINY_HIDDEN // 2,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         bos_token_id=start,
@@ -189,6 +201,32 @@ def _make_tiny_qwen3(folder: Path) -> None:
     )
 
 
+def _make_tiny_qwen3_adapter(folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    weights = {}
+    for layer in range(TINY_LAYERS):
+        module = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        weights[f"{module}.lora_A.weight"] = torch.randn(TINY_RANK, TINY_HIDDEN, dtype=torch.bfloat16)
+        weights[f"{module}.lora_B.weight"] = torch.randn(TINY_HIDDEN, TINY_RANK, dtype=torch.bfloat16)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": TINY_QWEN3_ID,
+        "r": TINY_RANK,
+        "lora_alpha": 2 * TINY_RANK,
+        "target_modules": ["o_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+
+
 if __name__ == "__main__":
-    makers = {"smollm2-135m-instruct": _make_smollm2, "tiny-qwen3": _make_tiny_qwen3}
+    makers = {
+        "smollm2-135m-instruct": _make_smollm2,
+        "tiny-qwen3": _make_tiny_qwen3,
+        "tiny-qwen3-adapter": _make_tiny_qwen3_adapter,
+    }
     makers[sys.argv[1]](Path(sys.argv[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import shutil
 import time
 import urllib.request
@@ -17,30 +18,54 @@ import pytest
 from airflow_provider_raylm.exceptions import SpecError
 from airflow_provider_raylm.ray_serve.preflight import check_engine_kwargs
 from airflow_provider_raylm.spec import DeploySpec, LeaseSpec, TeardownSpec
-from demo.model import TINY_QWEN3_ID, cpu_llm_config, tiny_qwen3
+from demo.model import TINY_QWEN3_ID, cpu_llm_config, tiny_qwen3, tiny_qwen3_adapter
+from demo.object_store import ObjectStore, object_store
 from demo.ray_head import free_ports, ray_head
 from tests.integration.serve_jobs import Cluster
 
 pytestmark = pytest.mark.integration
 
 
+STORED_ID = "tiny-qwen3-in-the-store"
+RAYS_ADAPTERS = Path("/tmp/ray/llm/lora/cache")  # where Ray keeps them, whatever the cluster's temp folder is
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with ray_head(num_cpus=6) as node:
+def store() -> Iterator[ObjectStore]:
+    """A store as strict as OSS, with a model and a LoRA adapter of it."""
+    adapter = f"loud-{secrets.token_hex(4)}"
+    with object_store() as made:
+        shutil.copytree(tiny_qwen3(), made.folder / "models" / "tiny")
+        shutil.copytree(tiny_qwen3_adapter(), made.folder / "adapters" / adapter)
+        yield made
+    shutil.rmtree(RAYS_ADAPTERS / adapter, ignore_errors=True)
+    (RAYS_ADAPTERS / f"{adapter}.lock").unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    role = {
+        "AWS_ENDPOINT_URL_S3": store.endpoint_url,
+        "AWS_S3_ADDRESSING_STYLE": "virtual",
+        "AWS_REGION": store.region,
+        "AWS_ACCESS_KEY_ID": store.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": store.secret_access_key,
+        "HF_HOME": str(tmp_path_factory.mktemp("hub")),  # where Ray downloads models to
+    }
+    with ray_head(num_cpus=6, env=role) as node:
         yield Cluster(node)
 
 
-def spec(llm_config: dict[str, Any], *, port: int = 8000, **fields: Any) -> DeploySpec:
+def spec(*llm_configs: dict[str, Any], port: int = 8000, **fields: Any) -> DeploySpec:
     return DeploySpec(
-        app_name="llm",
-        llm_configs=(llm_config,),
+        llm_configs=llm_configs,
         http_options={"host": "127.0.0.1", "port": port},
-        **{"start_timeout_s": 300.0, **fields},
+        **{"app_name": "llm", "start_timeout_s": 300.0, **fields},
     )
 
 
-def chat(base_url: str, timeout_s: float = 30) -> dict[str, Any]:
-    body = {"model": TINY_QWEN3_ID, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 4}
+def chat(base_url: str, model: str = TINY_QWEN3_ID, timeout_s: float = 30) -> dict[str, Any]:
+    body = {"model": model, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 4, "temperature": 0}
     request = urllib.request.Request(
         f"{base_url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -98,33 +123,53 @@ def test_every_argument_the_demo_uses_is_taken() -> None:
     check_engine_kwargs(LLMConfig(**cpu_llm_config("m", "/mnt/m", engine_kwargs=more)))
 
 
-def test_endpoint_answers_recovers_from_a_killed_engine_and_is_gone_after_teardown(cluster: Cluster) -> None:
-    """The whole life of an endpoint, seen from its processes."""
+def stored_model() -> dict[str, Any]:
+    """A model that lies in the store, and takes the adapters that lie there."""
+    return cpu_llm_config(
+        STORED_ID,
+        "pyarrow-s3://lake/models/tiny",
+        engine_kwargs={"enable_lora": True, "max_lora_rank": 8},
+        lora_config={"dynamic_lora_loading_path": "pyarrow-s3://lake/adapters"},
+    )
+
+
+def test_endpoint_answers_recovers_from_a_killed_engine_and_is_gone_after_teardown(
+    cluster: Cluster, store: ObjectStore
+) -> None:
+    """The whole life of an endpoint of two models, one with a LoRA adapter, seen from its processes."""
     before = {p.pid for p in engines(cluster)}
     port = free_ports(1)[0]
-    deploy = spec(cpu_llm_config(TINY_QWEN3_ID, tiny_qwen3()), port=port, lease=LeaseSpec(holder="run", ttl_s=600))
-    deployed = cluster.run("deploy", deploy).result
+    config = cpu_llm_config(TINY_QWEN3_ID, tiny_qwen3())
+    lease = LeaseSpec(holder="run", ttl_s=600)
+    deployed = cluster.run("deploy", spec(config, stored_model(), port=port, lease=lease)).result
     assert deployed is not None
-    assert deployed["models"] == [TINY_QWEN3_ID]
+    assert sorted(deployed["models"]) == sorted([TINY_QWEN3_ID, STORED_ID])
+    assert deployed["adapters"] == [f"{STORED_ID}:{folder.name}" for folder in (store.folder / "adapters").iterdir()]
     assert set(deployed["versions"]) == {"ray", "vllm", "python"}
-    assert chat(deployed["base_url"])["usage"]["completion_tokens"] > 0
+    asked = [*deployed["models"], *deployed["adapters"]]
+    replies = {model: chat(deployed["base_url"], model) for model in asked}
+    assert all(reply["usage"]["completion_tokens"] > 0 for reply in replies.values())
+    texts = {model: reply["choices"][0]["message"]["content"] for model, reply in replies.items()}
+    assert texts[STORED_ID] == texts[TINY_QWEN3_ID] != texts[deployed["adapters"][0]]
 
-    (engine,) = [p for p in engines(cluster) if p.pid not in before]
-    config = cpu_llm_config(TINY_QWEN3_ID, tiny_qwen3(), deployment_config={"max_ongoing_requests": 64})
-    changed = cluster.run("deploy", spec(config, port=port, lease=LeaseSpec(holder="run", ttl_s=600))).result
+    running = {p.pid: p for p in engines(cluster) if p.pid not in before}
+    assert len(running) == 2
+    scaled = {**config, "deployment_config": {"max_ongoing_requests": 64}}
+    changed = cluster.run("deploy", spec(scaled, stored_model(), port=port, lease=lease)).result
     assert changed is not None
     assert changed["changed"]
-    assert [p.pid for p in engines(cluster) if p.pid not in before] == [engine.pid]  # no engine restarts to scale
+    assert {p.pid for p in engines(cluster)} - before == set(running)  # no engine restarts to scale
 
-    engine.kill()
+    killed = min(running)
+    running[killed].kill()
 
     def answers() -> bool:
         try:
-            return bool(chat(deployed["base_url"], timeout_s=60)["choices"])
+            return all(chat(deployed["base_url"], model, timeout_s=60)["choices"] for model in asked)
         except OSError:
             return False
 
-    eventually(lambda: any(p.pid not in {*before, engine.pid} for p in engines(cluster)))
+    eventually(lambda: bool({p.pid for p in engines(cluster)} - before - set(running)))
     eventually(answers)
     removed = cluster.run("teardown", TeardownSpec(app_name="llm", holder="run")).result
     assert removed is not None
@@ -144,22 +189,25 @@ def with_foreign_tokenizer(folder: Path) -> dict[str, Any]:
     return cpu_llm_config(TINY_QWEN3_ID, folder)
 
 
-def test_wrong_tokenizer_fails_the_start(cluster: Cluster, tmp_path: Path) -> None:
-    """An engine that comes up and cannot answer is not ready: the job says so and removes it."""
+def test_engines_that_cannot_answer_fail_the_start(cluster: Cluster, tmp_path: Path) -> None:
+    """One comes up with a wrong tokenizer and cannot answer, one has no memory: the reason stands only in their logs.
+
+    Both jobs say it, and remove what they started.
+    """
     before = {p.pid for p in engines(cluster)}
-    failed = cluster.run("deploy", spec(with_foreign_tokenizer(tmp_path / "model"), port=free_ports(1)[0]))
-    assert failed.error is not None
-    assert failed.error["type"] == "ServeError"
-    assert "index out of range" in failed.error["message"]
+    port = free_ports(1)[0]
+    without_memory = cpu_llm_config(TINY_QWEN3_ID, tiny_qwen3(), env_vars={"VLLM_CPU_KVCACHE_SPACE": "100000"})
+    reasons = {"index out of range": with_foreign_tokenizer(tmp_path / "model"), "memory": without_memory}
+    jobs = {
+        reason: cluster.start("deploy", spec(config, app_name=f"llm-{i}", port=port))
+        for i, (reason, config) in enumerate(reasons.items())
+    }
+    for reason, job in jobs.items():
+        failed = cluster.finish(*job)
+        assert failed.error is not None
+        assert failed.error["type"] == "ServeError"
+        assert reason in failed.error["message"].lower()
     assert {p.pid for p in engines(cluster)} <= before
-
-
-def test_engine_without_memory_fails_the_start(cluster: Cluster) -> None:
-    """The reason stands only in the engine's log; it is in the error."""
-    config = cpu_llm_config(TINY_QWEN3_ID, tiny_qwen3(), env_vars={"VLLM_CPU_KVCACHE_SPACE": "100000"})
-    failed = cluster.run("deploy", spec(config, port=free_ports(1)[0]))
-    assert failed.error is not None
-    assert "memory" in failed.error["message"].lower()
 
 
 def test_missing_model_and_missing_gpu_are_said_at_once(cluster: Cluster) -> None:
