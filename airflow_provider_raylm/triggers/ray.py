@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
+from asgiref.sync import sync_to_async
 
 from airflow_provider_raylm.exceptions import RayJobError
 from airflow_provider_raylm.hooks.jobs_client import RayJobsClient
@@ -331,8 +332,8 @@ async def task_state(ti: Any, *, timeout_s: float) -> str | None:
         return None
     try:
         states = await asyncio.wait_for(
-            asyncio.to_thread(
-                RuntimeTaskInstance.get_task_states,
+            # not asyncio.to_thread: Airflow 3.1 would read from its supervisor on two event loops at once, and die
+            sync_to_async(RuntimeTaskInstance.get_task_states)(
                 dag_id=ti.dag_id,
                 task_ids=[ti.task_id],
                 run_ids=[ti.run_id],
