@@ -169,11 +169,10 @@ class OutputFolder:
         manifest = intent["manifest"]
         marked = self.fs.get_file_info(self.path(SUCCESS)).is_file
         current = self.read_json("manifest.json")
-        results = store.list_files(self.fs, self.path(intent["staging"], RESULTS))
-        named = {self.path(PRIVATE, RESULTS, entry.path.rpartition("/")[2]): entry.path for entry in results}
         if not (marked and current is not None and current["run_id"] == manifest["run_id"]):
             self.check()
-            store.each(lambda target: store.copy(self.fs, named[target], target), named)
+            for entry in store.list_files(self.fs, self.path(intent["staging"], RESULTS)):
+                store.copy(self.fs, entry.path, self.path(PRIVATE, RESULTS, entry.path.rpartition("/")[2]))
             self.check()
             self.delete(SUCCESS)
             there = {entry.path: entry.size for entry in store.list_files(self.fs, self.root)}
@@ -190,12 +189,13 @@ class OutputFolder:
             store.delete_files(self.fs, [self.path(path) for path in intent["removed"]])
             self.check()
             store.write_bytes(self.fs, self.path(SUCCESS), json.dumps({"run_id": manifest["run_id"]}).encode())
-        old = [entry.path for entry in store.list_files(self.fs, self.path(PRIVATE, RESULTS))]
-        store.delete_files(self.fs, [path for path in old if path not in named])
-        # in this order: without run.json nobody takes the run up, without commit.json nobody needs the staged files
+        replies = [entry.path for entry in store.list_files(self.fs, self.path(PRIVATE, RESULTS))]
+        mine = self.path(PRIVATE, RESULTS, f"part-{manifest['run_id']}-")
+        store.delete_files(self.fs, [path for path in replies if not path.startswith(mine)])
+        # in this order: without run.json nobody takes the run up, with commit.json nobody asks its rows again
         self.delete(PRIVATE, "runs", intent["run"], "run.json")
-        self.delete(PRIVATE, "commit.json")
         store.delete_folder(self.fs, self.path(PRIVATE, "runs", intent["run"]))
+        self.delete(PRIVATE, "commit.json")
 
     def delete_abandoned(self, *, except_run: str, now_s: float | None = None) -> None:
         """Remove runs that nobody has taken up for two weeks."""

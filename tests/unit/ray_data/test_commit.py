@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+
 import pyarrow as pa
 import pyarrow.dataset as pads
+import pyarrow.parquet as pq
 import pytest
 
 from airflow_provider_raylm.exceptions import OutputError
@@ -65,9 +69,12 @@ def test_a_commit_broken_off_at_any_step_is_completed_by_the_next_attempt(tmp_pa
         except Killed:
             if (tmp_path / "_SUCCESS").exists():
                 assert ids_in(tmp_path) in ([1, 2], [3, 4])
+            broken = True
         else:
             assert left > 0
-    output.finish_begun()
+            broken = False
+    begun = output.finish_begun()
+    assert (begun is not None) == (broken and step > 1), "once it is written down, no row is asked again"
     if (tmp_path / "_raylm" / "runs" / "new" / "run.json").exists():
         assert step == 1, "only a commit that was never written down is forgotten"
         assert ids_in(tmp_path) == [1, 2]
@@ -77,10 +84,50 @@ def test_a_commit_broken_off_at_any_step_is_completed_by_the_next_attempt(tmp_pa
     assert not (tmp_path / "_raylm" / "commit.json").exists()
 
 
+def listed(folder) -> list[int] | None:
+    """What a reader takes who lists the folder between two looks at `_SUCCESS`; `None` when they do not agree."""
+    mark = folder / "_SUCCESS"
+    before = mark.read_text() if mark.exists() else None
+    ids = ids_in(folder)
+    after = mark.read_text() if mark.exists() else None
+    return ids if before is not None and before == after else None
+
+
+def test_readers_see_the_old_run_or_the_new_one_at_each_instant_of_a_commit(tmp_path, monkeypatch):
+    """Before and after each request to the store, by the manifest and by a listing that `_SUCCESS` allows."""
+    output = folder_of(tmp_path)
+    output.commit("old", *stage(output, "old", [1, 2]), output.standing("overwrite", {}))
+    staged, standing = stage(output, "new", [3, 4]), output.standing("overwrite", {})
+    by_manifest, by_list, unmarked = [], [], []
+
+    def look() -> None:
+        manifest = output.read_json("manifest.json")
+        files = [pq.read_table(tmp_path / entry["path"])["id"].to_pylist() for entry in manifest["files"]]
+        by_manifest.append(sorted(i for ids in files for i in ids))
+        seen = listed(tmp_path)
+        (unmarked if seen is None else by_list).append(seen)
+
+    for name in ("write_bytes", "copy", "delete_files", "delete_folder"):
+        real = getattr(storage, name)
+
+        def watched(*args, _real=real):
+            look()
+            _real(*args)
+            look()
+
+        monkeypatch.setattr(storage, name, watched)
+    output.commit("new", *staged, standing)
+    for seen in (by_manifest, by_list):
+        assert [ids for ids, _ in itertools.groupby(seen)] == [[1, 2], [3, 4]]
+    assert json.loads((tmp_path / "_SUCCESS").read_text()) == {"run_id": "new"}
+    # `_SUCCESS` is away for one copy, the switch and one delete
+    assert len(unmarked) == 8
+
+
 def test_results_in_the_batch_format_are_those_of_the_last_run(tmp_path):
     """They come with the commit and go with the next one."""
     output = folder_of(tmp_path)
-    for run, name in (("a", "one.jsonl"), ("b", "two.jsonl"), ("c", None)):
+    for run, name in (("a", "part-a-1.jsonl"), ("b", "part-b-1.jsonl"), ("c", None)):
         staging, manifest = stage(output, run, [1])
         if name:
             storage.write_bytes(output.fs, output.path(staging, "results", name), b"{}")
