@@ -1,6 +1,8 @@
-"""Run the benchmarks: `python -m benchmarks [sweep] [peers] [client_cost] [fairness] [plot]`, all without arguments.
+"""Run the benchmarks: `python -m benchmarks [NAME ...]`, all of them without arguments.
 
-Prints tables and writes `benchmarks/results/<name>.json` and `flow.svg`. `peers` starts a Ray head of its own.
+`sweep`, `unseen`, `fairness`: the controller in virtual time. `client_cost`, `peers`: against a simulated server.
+`offline`, `simulator_check`: beside real vLLM on the CPU. `plot`: the picture for the README. Prints tables and writes
+`benchmarks/results/<name>.json` and `flow.svg`. `peers` and `offline` start a Ray head of their own.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+ALL = ("sweep", "unseen", "fairness", "client_cost", "simulator_check", "offline", "peers", "plot")
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     """Run what the command line names."""
-    asked = sys.argv[1:] or ["sweep", "fairness", "client_cost", "peers", "plot"]
+    asked = sys.argv[1:] or ALL
     RESULTS.mkdir(exist_ok=True)
     for name in asked:
         print(f"== {name}", flush=True)
@@ -31,17 +34,23 @@ def main() -> None:
 
 
 def _run(name: str) -> dict[str, Any]:
-    from benchmarks import client_cost, fairness, sweep
+    from benchmarks import client_cost, fairness, simulator_check, sweep
 
-    if name == "peers":
-        return _with_ray()
-    return {"sweep": sweep.run, "fairness": fairness.run, "client_cost": client_cost.run}[name]()
+    if name in ("peers", "offline"):
+        return _with_ray(name)
+    return {
+        "sweep": sweep.run,
+        "unseen": sweep.run_unseen,
+        "fairness": fairness.run,
+        "client_cost": client_cost.run,
+        "simulator_check": simulator_check.run,
+    }[name]()
 
 
-def _with_ray() -> dict[str, Any]:
+def _with_ray(name: str) -> dict[str, Any]:
     import ray
 
-    from benchmarks import peers
+    from benchmarks import offline, peers
     from demo.ray_head import ray_head
 
     with ray_head(num_cpus=8, auth=False, object_store_mib=512) as node:
@@ -50,7 +59,7 @@ def _with_ray() -> dict[str, Any]:
         ray.init(address=node.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": here}})
         ray.data.DataContext.get_current().enable_progress_bars = False
         try:
-            return peers.run()
+            return {"peers": peers.run, "offline": offline.run}[name]()
         finally:
             ray.shutdown()
 

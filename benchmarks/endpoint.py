@@ -10,9 +10,10 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from benchmarks.engine import Shape
 from demo.ray_head import free_ports
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -31,13 +32,18 @@ class Endpoint:
         with _OPENER.open(f"{self.root}/counters", timeout=30) as response:
             return dict(json.load(response))
 
+    def use_replicas(self, count: int) -> None:
+        """From now on requests go to so many of the replicas."""
+        _OPENER.open(f"{self.root}/replicas/{count}", data=b"", timeout=30).close()
+
 
 @contextlib.contextmanager
-def serve(shape: str, *, scale: float = 1.0) -> Iterator[Endpoint]:
+def serve(shape: str | Shape, *, scale: float = 1.0) -> Iterator[Endpoint]:
     """Start a server of this shape, and end it afterwards."""
     port = free_ports(1)[0]
+    name = shape if isinstance(shape, str) else json.dumps(asdict(shape))
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.server", "--shape", shape, "--port", str(port), "--scale", str(scale)]
+        [sys.executable, "-m", "benchmarks.server", "--shape", name, "--port", str(port), "--scale", str(scale)]
     )
     endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", process.pid, f"http://127.0.0.1:{port}")
     try:

@@ -140,6 +140,8 @@ class Replay:
         self._at(self.now_s + 1.0, self._second)
 
     def _start(self, job: Job) -> None:
+        if isinstance(job.flow, Flow):
+            job.flow.network_s = self.shape.network_s  # as `limiter.watch` measures it
         self._fill(job)
         self._at(self.now_s + 1.0, lambda: self._tick(job))
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -29,6 +31,13 @@ def prompt(prompt_tokens: int, completion_tokens: int) -> str:
     return f"{prompt_tokens} {completion_tokens} " + "word " * min(prompt_tokens, 400)
 
 
+def _lengths(content: str | list[dict[str, str]]) -> tuple[int, int]:
+    """What a prompt says of its length and its answer's; `content` may come in parts."""
+    text = content if isinstance(content, str) else content[0]["text"]
+    prompt_tokens, completion_tokens = text.split(" ", 2)[:2]
+    return int(prompt_tokens), int(completion_tokens)
+
+
 class SimulatedServer:
     """One endpoint of one shape. `app` is its aiohttp application."""
 
@@ -40,12 +49,16 @@ class SimulatedServer:
         self._engines = [Engine(shape) for _ in range(most)]
         self._wake = [asyncio.Event() for _ in self._engines]
         self._started_s = time.monotonic()
+        self._refused_s = -math.inf
         self.highest = 0
+        self.refused = 0
+        self.too_soon = 0
         self.app = web.Application(client_max_size=2**24)
         self.app.router.add_post("/v1/chat/completions", self._chat)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/metrics", self._metrics)
         self.app.router.add_get("/counters", self._counters)
+        self.app.router.add_post("/replicas/{count}", self._replicas)
         self.app.cleanup_ctx.append(self._background)
 
     async def _background(self, app: web.Application) -> Any:
@@ -81,13 +94,17 @@ class SimulatedServer:
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
-        text = body["messages"][-1]["content"]
-        prompt_tokens, completion_tokens = (int(x) for x in text.split(" ", 2)[:2])
+        try:
+            prompt_tokens, completion_tokens = _lengths(body["messages"][-1]["content"])
+        except (IndexError, ValueError):  # some clients say hello first
+            return web.json_response({"error": {"message": "the prompt does not say how long it is"}}, status=400)
         if self.shape.network_s > 0.004:
             await asyncio.sleep(self.shape.network_s / 2 / self.scale)
         index = min(range(self._in_service()), key=lambda i: self._engines[i].load)
         engine = self._engines[index]
+        self._count_too_soon()
         if self.shape.reject_above is not None and len(engine.waiting) >= self.shape.reject_above:
+            self.refused, self._refused_s = self.refused + 1, time.monotonic()
             after = {} if self.shape.retry_after_s is None else {"Retry-After": f"{self.shape.retry_after_s:.0f}"}
             return web.json_response({"error": {"message": "queue full"}}, status=429, headers=after)
         events = asyncio.Event(), asyncio.Event()
@@ -111,6 +128,12 @@ class SimulatedServer:
         if self.shape.network_s > 0.004:
             await asyncio.sleep(self.shape.network_s / 2 / self.scale)
         return web.Response(body=json.dumps(self._reply(request)).encode(), content_type="application/json")
+
+    def _count_too_soon(self) -> None:
+        """A request that comes while `Retry-After` runs, and so late in it that every actor must have heard."""
+        since_s = time.monotonic() - self._refused_s
+        if (self.shape.retry_after_s or 0.0) / 2 < since_s < (self.shape.retry_after_s or 0.0):
+            self.too_soon += 1
 
     async def _stream(self, http: web.Request, request: Request, done: asyncio.Event) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -162,20 +185,28 @@ class SimulatedServer:
                 "tokens": sum(e.tokens for e in self._engines),
                 "load": sum(e.load for e in self._engines),
                 "highest": self.highest,
+                "refused": self.refused,
+                "too_soon": self.too_soon,
                 "waiting": sum(e.gauge[0] for e in self._engines),
                 "running": sum(e.gauge[1] for e in self._engines),
             }
         )
 
+    async def _replicas(self, http: web.Request) -> web.Response:
+        """From now on requests go to so many replicas; what the others have they finish."""
+        self.shape = replace(self.shape, replicas=int(http.match_info["count"]), changes=())
+        return web.json_response({})
+
 
 def main() -> None:
     """Serve one shape on loopback until killed."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="256 sequences")
+    parser.add_argument("--shape", default="256 sequences", help="name of a shape, or its fields as JSON")
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--scale", type=float, default=1.0)
     args = parser.parse_args()
-    shape = next(s for s in (*SHAPES, INSTANT) if s.name == args.shape)
+    named = {s.name: s for s in (*SHAPES, INSTANT)}
+    shape = named[args.shape] if args.shape in named else Shape(**json.loads(args.shape))
 
     async def app() -> web.Application:
         return SimulatedServer(shape, scale=args.scale).app

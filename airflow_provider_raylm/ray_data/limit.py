@@ -24,7 +24,10 @@ SETTLE_S = 1.0
 """Requests sent within this time after a change met each other, not the queue that the change leaves."""
 QUEUE_S = 1.0
 """Wait in the server's queue above which a job keeps fewer requests waiting."""
+SEEN_QUEUE_S = 0.25
+"""The same for a job that sees the queue itself: it can keep it shorter without letting the server run dry."""
 MIN_ALPHA_SHARE = 0.125
+SEEN_MIN_ALPHA_SHARE = 0.0625
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +171,11 @@ class Limit:
                 self._set(self.value + change, window.now_s, "more waiting than wanted")
         elif window.used >= 0.8:
             if self.value >= 0.9 * self._ceiling:
-                careful = 0.02 * self.value if self._quiet >= QUIET_WINDOWS else 0.5
+                careful = 0.5
+                if self._quiet >= QUIET_WINDOWS:
+                    # the longer no queue shows, the likelier it was a burst that was refused, and not so many
+                    doublings = min(4, max(0, self._quiet - 2 * QUIET_WINDOWS))
+                    careful = self.value * min(0.25, 0.02 * 2.0**doublings)
                 self._set(self.value + min(change, careful), window.now_s, "near the last refusal")
                 self._ceiling = max(self._ceiling, self.value)
             elif self._quiet >= (QUIET_WINDOWS if window.instant else 1):
@@ -182,7 +189,8 @@ class Limit:
         The wait is the same for all jobs, so their shares stay equal.
         """
         wait_s = share * window.latency_s
-        return self.alpha * max(MIN_ALPHA_SHARE, min(1.0, (QUEUE_S / wait_s) ** 2 if wait_s > 0 else 1.0))
+        queue_s, least = (SEEN_QUEUE_S, SEEN_MIN_ALPHA_SHARE) if window.instant else (QUEUE_S, MIN_ALPHA_SHARE)
+        return self.alpha * max(least, min(1.0, (queue_s / wait_s) ** 2 if wait_s > 0 else 1.0))
 
     def _search(self, window: Window, flown: bool) -> None:
         if flown and window.used >= 0.8 and window.work_per_s > 0:

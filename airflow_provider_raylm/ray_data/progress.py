@@ -12,11 +12,14 @@ _LONGEST_EVERY_S = 60.0
 
 
 def progress_line(status: Mapping[str, Any], total: int | None) -> str:
-    """One line: `1,200/5,000 rows (24 %), 80.1 rows/s, 5,012 tokens/s, limit 256, waiting 3 %, 2 errors, 48 s left`.
+    """One line: how far, how fast, the limit and why it last changed, the waiting share and where it came from.
+
+    `1,200/5,000 rows (24 %), 80.1 rows/s, 5,012 tokens/s, limit 256 (found the queue), waiting 3 % (metrics), 2 errors,
+    48 s left`
 
     Args:
         status: What the keeper says: `rows`, `errors`, `resumed`, `rows_per_s`, `completion_tokens_per_s`, `limit`,
-            `waiting_share`, `state`. What is missing is left out.
+            `reason`, `waiting_share`, `signal`, `state`. What is missing is left out.
         total: Rows to do; `None` when unknown.
     """
     rows = int(status.get("rows") or 0)
@@ -26,9 +29,11 @@ def progress_line(status: Mapping[str, Any], total: int | None) -> str:
     if tokens := status.get("completion_tokens_per_s"):
         parts.append(f"{tokens:,.0f} tokens/s")
     if (limit := status.get("limit")) is not None:
-        parts.append(f"limit {limit:,.0f}")
+        reason = status.get("reason")
+        parts.append(f"limit {limit:,.0f}{f' ({reason})' if reason else ''}")
     if (share := status.get("waiting_share")) is not None:
-        parts.append(f"waiting {100 * share:.0f} %")
+        signal = status.get("signal")
+        parts.append(f"waiting {100 * share:.0f} %{f' ({signal})' if signal else ''}")
     if resumed := status.get("resumed"):
         parts.append(f"{resumed:,} resumed")
     errors = int(status.get("errors") or 0)

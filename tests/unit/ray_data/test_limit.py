@@ -106,6 +106,18 @@ def test_growth_is_small_near_the_last_refusal() -> None:
     assert [limit.step(seen(20.0 + s, 0.0)) for s in range(3)] == pytest.approx([90.5, 91.0, 91.0 * 1.02])
 
 
+def test_a_refusal_is_forgotten_when_no_queue_shows_for_long() -> None:
+    """What was refused was a burst: the limit leaves it behind, slowly at first and then in growing steps."""
+    limit = steady(100.0)
+    limit.step(seen(10.0, 0.0, dropped=1))
+    values = [limit.step(seen(10.0 + s, 0.0)) for s in range(1, 21)]
+    assert values[5] < 100.0
+    assert values[-1] > 200.0
+    for second in range(2000):  # hours in which the input is slow
+        limit.step(seen(31.0 + second, 0.0, used=0.1))
+    assert limit.step(seen(3000.0, 0.0)) > values[-1]
+
+
 def test_a_late_signal_waits_for_a_flight() -> None:
     """A share taken from ended requests changes nothing until requests sent since the last change have ended."""
     limit = steady(200.0)
@@ -116,13 +128,14 @@ def test_a_late_signal_waits_for_a_flight() -> None:
     assert limit.step(seen(14.0, 0.0, instant=False, sent_s=12.0)) > grown
 
 
-def test_fewer_wait_where_each_of_them_waits_long() -> None:
-    """With ten seconds in the queue, alpha shrinks to its floor, so that others do not wait behind this job."""
+@pytest.mark.parametrize(("instant", "part"), [(True, 16), (False, 8)])
+def test_fewer_wait_where_each_of_them_waits_long(instant: bool, part: int) -> None:
+    """With 10 s of queue a job keeps a small part of alpha waiting, less if it sees the queue itself."""
     slow, fast = steady(32.0), steady(32.0)
-    slow.step(seen(10.0, 0.5, latency_s=20.0))
-    fast.step(seen(10.0, 0.5, latency_s=0.2))
+    slow.step(seen(10.0, 0.5, latency_s=20.0, instant=instant))
+    fast.step(seen(10.0, 0.5, latency_s=0.2, instant=instant))
     assert fast.value == pytest.approx(32.0)
-    assert slow.value == pytest.approx(32 + GAMMA * (ALPHA_NORMAL / 8 - 16))
+    assert slow.value == pytest.approx(32 + GAMMA * (ALPHA_NORMAL / part - 16))
 
 
 def test_nothing_known_changes_nothing() -> None:

@@ -39,6 +39,11 @@ STATUS = {
             "1,200/5,000 rows (24 %), 0.0 rows/s, limit 256, 1,000 resumed, 2 errors",
         ),
         (
+            {"reason": "found the queue", "signal": "ttft"},
+            None,
+            "1,200 rows, 80.1 rows/s, 5,012 tokens/s, limit 256 (found the queue), waiting 3 % (ttft), 2 errors",
+        ),
+        (
             {"rows": 5000},
             5000,
             "5,000/5,000 rows (100 %), 80.1 rows/s, 5,012 tokens/s, limit 256, waiting 3 %, 2 errors",
