@@ -46,18 +46,20 @@ class Point:
     prompt_tokens: float
 
 
-def count_of(in_flight: int) -> int:
-    """Requests to send at this load."""
-    return max(8, 4 * min(in_flight, MAX_NUM_SEQS) + in_flight)
+def rows_of(in_flight: int) -> list[Row]:
+    """Requests to send at this load: prompts of about 48 tokens, answers of 16 to 32, the same at every call."""
+    count = max(8, 4 * min(in_flight, MAX_NUM_SEQS) + in_flight)
+    rows = make_rows(count, in_flight, prompt_tokens=48)
+    return [row._replace(max_tokens=ANSWER_TOKENS - 8 + number * 7 % 17) for number, row in enumerate(rows)]
 
 
-async def load(base_url: str, in_flight: int, seed: int) -> Point:
+async def load(base_url: str, in_flight: int) -> Point:
     """Keep `in_flight` streamed requests under way; what is seen while that many are."""
-    todo = make_rows(count_of(in_flight), seed, prompt_tokens=48)
-    ended: list[tuple[float, float, float, int]] = []  # when, time to first token, time of a step, prompt tokens
+    todo = iter(rows_of(in_flight))
+    ended: list[tuple[float, float, float, int, int]] = []  # when, time to first token, of a step, prompt, answer
 
     async def ask(session: aiohttp.ClientSession, row: Row) -> None:
-        body = {**chat_body(row._replace(max_tokens=ANSWER_TOKENS), MODEL), "stream": True}
+        body = {**chat_body(row, MODEL), "stream": True}
         body["stream_options"] = {"include_usage": True}
         sent_s, first_s, prompt_tokens = time.monotonic(), 0.0, 0
         async with session.post(f"{base_url}/chat/completions", json=body) as response:
@@ -71,11 +73,12 @@ async def load(base_url: str, in_flight: int, seed: int) -> Point:
                 elif not first_s and any(c["delta"].get("content") for c in event["choices"]):
                     first_s = time.monotonic()
         done_s = time.monotonic()
-        ended.append((done_s, first_s - sent_s, (done_s - first_s) / (ANSWER_TOKENS - 1), prompt_tokens))
+        step_s = (done_s - first_s) / (row.max_tokens - 1)
+        ended.append((done_s, first_s - sent_s, step_s, prompt_tokens, row.max_tokens))
 
     async def work(session: aiohttp.ClientSession) -> None:
-        while todo:
-            await ask(session, todo.pop())
+        for row in todo:
+            await ask(session, row)
 
     connector = aiohttp.TCPConnector(limit=0)
     begin = time.monotonic()
@@ -84,10 +87,10 @@ async def load(base_url: str, in_flight: int, seed: int) -> Point:
     full = sorted(ended)[: len(ended) - in_flight] or sorted(ended)  # later ones ended while fewer were under way
     late = full[len(full) // 4 :]  # those that all started together first are no steady state
     return Point(
-        tokens_per_s=len(full) * ANSWER_TOKENS / (full[-1][0] - begin),
-        ttft_s=statistics.fmean(ttft for _, ttft, _, _ in late),
-        step_s=statistics.fmean(step for _, _, step, _ in late),
-        prompt_tokens=statistics.fmean(tokens for _, _, _, tokens in late),
+        tokens_per_s=sum(e[4] for e in full) / (full[-1][0] - begin),
+        ttft_s=statistics.fmean(e[1] for e in late),
+        step_s=statistics.fmean(e[2] for e in late),
+        prompt_tokens=statistics.fmean(e[3] for e in late),
     )
 
 
@@ -107,20 +110,17 @@ class Seen(Fixed):
 def simulate(shape: Shape, in_flight: int, prompt_tokens: float) -> Point:
     """The same load in the simulated engine."""
     seen = Seen(in_flight)
-    rows = iter([(round(prompt_tokens), ANSWER_TOKENS)] * count_of(in_flight))
-    job = Job(seen, rows, holds_while_waiting=True, signals="ttft fit")
+    rows = [(round(prompt_tokens), row.max_tokens) for row in rows_of(in_flight)]
+    job = Job(seen, iter(rows), holds_while_waiting=True, signals="ttft fit")
     replay = Replay(shape, [job])
-    while job.done < count_of(in_flight):
+    while job.done < len(rows):
         replay.run(replay.now_s + 1.0)
     full = seen.ended[: len(seen.ended) - in_flight] or seen.ended
     late = full[len(full) // 4 :]
-    ttfts = [s.ttft_s or 0.0 for s in late]
     return Point(
-        tokens_per_s=len(full) * ANSWER_TOKENS / full[-1].done_s,
-        ttft_s=statistics.fmean(ttfts),
-        step_s=statistics.fmean(
-            (s.done_s - s.sent_s - t) / (ANSWER_TOKENS - 1) for s, t in zip(late, ttfts, strict=True)
-        ),
+        tokens_per_s=sum(s.completion_tokens for s in full) / full[-1].done_s,
+        ttft_s=statistics.fmean(s.ttft_s or 0.0 for s in late),
+        step_s=statistics.fmean((s.done_s - s.sent_s - (s.ttft_s or 0.0)) / (s.completion_tokens - 1) for s in late),
         prompt_tokens=prompt_tokens,
     )
 
@@ -149,9 +149,9 @@ def run() -> dict[str, Any]:
     model = smollm2_checkpoint()
     real: dict[int, Point] = {}
     with tempfile.TemporaryDirectory() as folder, serve_vllm(model, Path(folder) / "vllm.log") as server:
-        asyncio.run(load(server.base_url, 8, seed=99))
-        for seed, in_flight in enumerate(IN_FLIGHT):
-            real[in_flight] = asyncio.run(load(server.base_url, in_flight, seed))
+        asyncio.run(load(server.base_url, 8))
+        for in_flight in IN_FLIGHT:
+            real[in_flight] = asyncio.run(load(server.base_url, in_flight))
             print(in_flight, real[in_flight], flush=True)
     shape = calibrated(real[1], real[MAX_NUM_SEQS])
     simulated = {n: simulate(shape, n, real[n].prompt_tokens) for n in IN_FLIGHT}

@@ -36,6 +36,8 @@ PROBES_PER_S = 6.0
 """Streamed rows aimed at, since reading a stream costs the client a hundred times a plain reply."""
 UNSTREAMED_ROWS = 512
 """Rows after which a server that has never streamed one is taken for one that cannot."""
+MOSTLY = 0.5
+"""Waiting share above which prompts that were sent together do not just wait for each other, unless it falls."""
 BLIND_ROWS = 128
 BLIND_S = 60.0
 """Rows, and seconds without a waiting share, after which throughput is the only thing left to go by."""
@@ -294,6 +296,7 @@ class Flow:
             rows = _lately(now_s, successes, 2.0, 2 * MIN_FIT_ROWS)
             if (share := share_from_probes(probes, latency_s=latency_s, overhead_s=overhead_s)) is not None:
                 basis, self.signal = probes, "ttft"
+                settled = share > MOSTLY and share >= (self.share or 0.0)
             elif (share := share_from_fit(rows, overhead_s=overhead_s)) is not None:
                 basis, self.signal = rows, "fit"
             elif self.total.success > BLIND_ROWS and now_s - self._share_s > BLIND_S:

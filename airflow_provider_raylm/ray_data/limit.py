@@ -38,7 +38,8 @@ class Window:
         now_s: The clock, in seconds; the same clock as `sent_s`.
         share: Waiting share in 0..1, `None` when there is nothing new.
         blind: No source can tell, and none is expected to.
-        settled: No more requests run than a window ago, so those that wait do not just await their first step.
+        settled: Those that wait do not just await their first step: no more requests run than a window ago, or most of
+            what is in flight waits and the wait does not pass.
         instant: `share` shows the server as it is now (its metrics), not as the ended requests met it.
         sent_s: Median time at which the requests that ended lately had been sent; `None` when none ended.
         used: Largest number in flight over the limit.
@@ -136,7 +137,7 @@ class Limit:
             self.slow_start = False
             self._quiet = 0
         elif window.share is not None:
-            if window.instant or flown:
+            if window.instant or flown or (self.slow_start and window.settled):
                 self._follow(window, window.share, flown)
         elif window.blind:
             self._search(window, flown)
@@ -154,7 +155,7 @@ class Limit:
         alpha = self._alpha(window, share)
         if self.slow_start:
             if queued < alpha / 2:
-                if window.used >= 0.8:
+                if window.used >= 0.8 and (window.instant or flown):
                     self._set(2 * self.value, window.now_s, "no queue yet: doubled")
                 return
             self._held = self._held + 1 if window.settled else 0

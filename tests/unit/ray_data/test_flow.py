@@ -191,3 +191,11 @@ def test_the_engine_loses_no_row_and_no_token() -> None:
     assert all(r.generated == r.completion_tokens for r in done)
     assert engine.kv_used == 0
     assert engine.decoding == 0
+
+
+def test_a_first_flight_far_too_large_is_noticed_before_it_has_landed() -> None:
+    """256 requests at a server for 16, without metrics: the queue is believed while it lasts, not when it is over."""
+    one = job(MIXES[1], signals="ttft fit")
+    Replay(Shape(name="16 sequences", max_num_seqs=16), [one]).run(20)
+    assert one.trace[-1]["limit"] < 128
+    assert one.trace[-1]["reason"] == "found the queue"
