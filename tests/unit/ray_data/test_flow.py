@@ -9,7 +9,7 @@ from airflow_provider_raylm.ray_data.flow import Flow, Tally
 from airflow_provider_raylm.ray_data.signals import Load
 from benchmarks.engine import Engine, Request, Shape
 from benchmarks.replay import Replay, fixed, job
-from benchmarks.workload import Mix
+from benchmarks.workload import MIXES, Mix
 
 ANSWERS = Mix(name="answers", prompt_tokens=128, completion_tokens=170, spread=0.5)
 SMALL = Shape(name="64 sequences", max_num_seqs=64)
