@@ -102,8 +102,15 @@ def cpu_llm_config(
             "enforce_eager": True,  # compiling takes longer than a demo runs
             **(engine_kwargs or {}),
         },
-        # vLLM takes most of the machine's memory for its KV cache unless told how many GiB
-        "runtime_env": {"env_vars": {"VLLM_CPU_KVCACHE_SPACE": "1", **(env_vars or {})}},
+        "runtime_env": {
+            "env_vars": {
+                # vLLM takes most of the machine's memory for its KV cache unless told how many GiB
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                # else the sampler is compiled over the first answer, which takes some 20 seconds on two cores
+                "TORCHDYNAMO_DISABLE": "1",
+                **(env_vars or {}),
+            }
+        },
         **fields,
     }
 

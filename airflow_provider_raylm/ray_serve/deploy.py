@@ -183,16 +183,25 @@ class _Deploy:
             preflight.check_engine_kwargs(config)  # imports vLLM
 
     def _check_new_serve(self) -> None:
+        """What cannot be changed any more once Serve runs."""
         http = self._http_options()
         try:
             preflight.check_port(http["host"], http["port"])
         except ServeError:
             if serve_state.client() is None:
                 raise  # else another deploy has just started Serve there
+        url = serve_state.urls_of(
+            host=http["host"],
+            port=http["port"],
+            scheme="https",
+            proxy_ips=(serve_state.head_ip(),),
+            node_ips=serve_state.node_ips(),
+            head_ip=serve_state.head_ip(),
+            route_prefix=self._app.route_prefix,
+        )[0]
         if http.get("ssl_certfile") and http.get("ssl_keyfile"):
-            host = serve_state.head_ip() if http["host"] in serve_state.ANY_HOSTS else http["host"]
             preflight.check_certificate(
-                http["ssl_certfile"], http["ssl_keyfile"], http.get("ssl_keyfile_password"), host
+                http["ssl_certfile"], http["ssl_keyfile"], http.get("ssl_keyfile_password"), url
             )
 
     def _check_running_serve(self, serve: Any) -> None:

@@ -10,6 +10,7 @@ import socket
 import ssl
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from airflow_provider_raylm.exceptions import ServeError, SpecError
 from airflow_provider_raylm.job_main import say
@@ -261,12 +262,12 @@ def check_port(host: str, port: int) -> None:
             raise ServeError(f"Serve's HTTP port {port} on {host} {why}; choose another with http_options") from exc
 
 
-def check_certificate(certfile: str, keyfile: str, password: str | None, host: str) -> None:
+def check_certificate(certfile: str, keyfile: str, password: str | None, url: str) -> None:
     """Make sure that clients will trust Serve's certificate, before Serve is started: it cannot be changed afterwards.
 
     Args:
         certfile, keyfile, password: Serve's `ssl_certfile`, `ssl_keyfile` and `ssl_keyfile_password`.
-        host: Host of the URL that is handed on.
+        url: URL that is handed on.
 
     Raises:
         ServeError: The files cannot be used, or a client at this node would refuse the certificate.
@@ -280,11 +281,11 @@ def check_certificate(certfile: str, keyfile: str, password: str | None, host: s
         ) from exc
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = served.wrap_bio(to_server, to_client, server_side=True)
-    client = ssl.create_default_context().wrap_bio(to_client, to_server, server_hostname=host)
+    client = ssl.create_default_context().wrap_bio(to_client, to_server, server_hostname=urlsplit(url).hostname)
     for side in (client, server, client):  # one TLS handshake, as far as the client's verdict
         try:
             side.do_handshake()
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as exc:
-            raise ServeError(f"Serve's ssl_certfile {certfile!r} at https://{host}: {probe.untrusted(exc)}") from exc
+            raise ServeError(f"Serve's ssl_certfile {certfile!r} at {url}: {probe.untrusted(exc)}") from exc

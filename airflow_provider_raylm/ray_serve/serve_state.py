@@ -40,8 +40,6 @@ def base_urls(serve: Any, route_prefix: str) -> tuple[str, ...]:
     Raises:
         ServeError: Serve has no HTTP proxy, or one that other hosts of the cluster cannot reach.
     """
-    import ray
-
     http = serve.http_config
     proxies = _proxies(serve) if http.host is not None else []
     healthy = [proxy for proxy in proxies if proxy["status"] == "HEALTHY"]  # none yet while Serve starts
@@ -50,7 +48,7 @@ def base_urls(serve: Any, route_prefix: str) -> tuple[str, ...]:
         port=http.port,
         scheme="https" if getattr(http, "ssl_certfile", None) else "http",
         proxy_ips=tuple(proxy["node_ip"] for proxy in healthy or proxies),
-        node_ips=tuple(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]),
+        node_ips=node_ips(),
         head_ip=head_ip(),
         route_prefix=route_prefix,
     )
@@ -73,6 +71,13 @@ def head_ip() -> str:
 
     nodes = [node for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"]]
     return str(nodes[0]["NodeManagerAddress"] if nodes else ray.get_runtime_context().gcs_address.rsplit(":", 1)[0])
+
+
+def node_ips() -> tuple[str, ...]:
+    """Addresses of all nodes."""
+    import ray
+
+    return tuple(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
 
 
 def urls_of(
@@ -105,8 +110,8 @@ def urls_of(
     if host in LOOPBACK_HOSTS:
         if len(set(node_ips)) > 1:
             raise ServeError(
-                f"Serve listens on {host}, which the {len(set(node_ips))} hosts of this cluster cannot all reach; "
-                "start Serve with http_options host 0.0.0.0"
+                f"Serve on {host} cannot be reached by all of the {len(set(node_ips))} hosts of this cluster; it must "
+                "be started with http_options host 0.0.0.0"
             )
         return (f"{scheme}://{_bracketed(host)}:{port}{path}",)
     ips = sorted(set(proxy_ips), key=lambda ip: (ip != head_ip, ip)) if host in ANY_HOSTS else [host]

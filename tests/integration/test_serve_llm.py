@@ -212,12 +212,12 @@ def test_engines_that_cannot_answer_fail_the_start(cluster: Cluster, tmp_path: P
 
 def test_missing_model_and_missing_gpu_are_said_at_once(cluster: Cluster) -> None:
     """Nothing is started for what can never start."""
-    missing = cluster.run("deploy", spec(cpu_llm_config("m", "/mnt/no/model")))
-    assert missing.error == {
+    gpu = {"model_loading_config": {"model_id": "m", "model_source": str(tiny_qwen3())}}
+    jobs = [cluster.start("deploy", spec(config)) for config in (cpu_llm_config("m", "/mnt/no/model"), gpu)]
+    missing, without_gpu = [cluster.finish(*job).error for job in jobs]
+    assert missing == {
         "type": "SpecError",
         "message": "model 'm': model_source '/mnt/no/model' does not exist on this cluster's node",
     }
-    gpu = {"model_loading_config": {"model_id": "m", "model_source": str(tiny_qwen3())}}
-    without_gpu = cluster.run("deploy", spec(gpu))
-    assert without_gpu.error is not None
-    assert without_gpu.error["message"] == "application 'llm' needs 1 GPU, cluster has 0, autoscaler: none"
+    assert without_gpu is not None
+    assert without_gpu["message"] == "application 'llm' needs 1 GPU, cluster has 0, autoscaler: none"

@@ -70,7 +70,7 @@ def test_several_models_with_adapters_pass() -> None:
     ("host", "trusted", "words"),
     [
         ("10.0.0.1", True, None),
-        ("10.0.0.2", True, "at https://10.0.0.2: .*IP address mismatch.*must name the host"),
+        ("10.0.0.2", True, "at https://10.0.0.2:8000/v1: .*IP address mismatch.*must name the host"),
         ("10.0.0.1", False, "issuer certificate.*SSL_CERT_FILE"),
     ],
 )
@@ -82,10 +82,10 @@ def test_certificate_is_judged_before_serve_starts(
     if trusted:
         monkeypatch.setenv("SSL_CERT_FILE", made.authority)
     if words is None:
-        check_certificate(made.certfile, made.keyfile, None, host)
+        check_certificate(made.certfile, made.keyfile, None, f"https://{host}:8000/v1")
         return
     with pytest.raises(ServeError, match=words):
-        check_certificate(made.certfile, made.keyfile, None, host)
+        check_certificate(made.certfile, made.keyfile, None, f"https://{host}:8000/v1")
 
 
 def test_certificate_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_certificate_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     made, other = certificate(tmp_path / "made", "a"), certificate(tmp_path / "other", "a")
     for certfile, keyfile in ((made.certfile + "x", made.keyfile), (made.certfile, other.keyfile)):
         with pytest.raises(ServeError, match="cannot be used on this node"):
-            check_certificate(certfile, keyfile, None, "a")
+            check_certificate(certfile, keyfile, None, "https://a:8000/v1")
 
 
 @pytest.mark.parametrize(
