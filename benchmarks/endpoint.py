@@ -83,7 +83,7 @@ class Watch(threading.Thread):
 
     def rate(self) -> float:
         """Tokens per second in the middle of the run: from a third to nine tenths of the tokens."""
-        total = self.seen[-1]["tokens"]
+        total = self.seen[-1]["tokens"] if self.seen else 0
         part = [s for s in self.seen if total / 3 <= s["tokens"] <= 0.9 * total]
         if len(part) < 2:
             return 0.0
