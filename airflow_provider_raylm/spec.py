@@ -16,7 +16,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from airflow_provider_raylm.exceptions import SpecError
 
@@ -190,7 +190,8 @@ class QuerySpec:
         postprocess: `module:function`, a batch (`pandas.DataFrame`) in and out, before the write.
         write_mode: `error_if_exists`, `overwrite`, `append`.
         resume: Take up an unfinished run of the same fingerprint instead of starting over.
-        id_col: Column that must be there. Rows are identified by file and position.
+        id_col: Column whose values name the rows: none is null and none comes twice, or nothing is asked. Rows are told
+            apart by file and position whether there is one or not.
         max_rows_per_file: Most rows in one output file.
         priority: Share of a contended endpoint: 4, 16 or 64 waiting requests.
         group_by_prefix: Send rows with a common prompt prefix together; the output order stays.
@@ -233,6 +234,14 @@ class QuerySpec:
     app_name: str | None = None
     lease: LeaseSpec | None = None
     labels: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("endpoint", self.endpoint, Endpoint)
+        if self.input_format is not None:
+            one_of("input_format", self.input_format, InputFormat)
+        one_of("on_error", self.on_error, OnError)
+        one_of("write_mode", self.write_mode, WriteMode)
+        one_of("priority", self.priority, Priority)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +289,17 @@ class Manifest:
     flow: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
+
+
+def one_of(name: str, value: Any, words: Any) -> None:
+    """Refuse a word that a `Literal` does not have.
+
+    Raises:
+        SpecError: Naming those it has.
+    """
+    known = get_args(words)
+    if value not in known:
+        raise SpecError(f"{name}: expected {', '.join(map(repr, known[:-1]))} or {known[-1]!r}, got {value!r}")
 
 
 def to_json(value: Any) -> str:

@@ -30,7 +30,8 @@ with DAG(
     schedule="@daily",
     start_date=pendulum.datetime(2026, 1, 1, tz="UTC"),
     catchup=False,
-    render_template_as_native_obj=True,
+    default_args={"retries": 2, "retry_delay": pendulum.duration(minutes=1)},
+    render_template_as_native_obj=True,  # templates below give dicts, not their text
     tags=["raylm", "qwen"],
     doc_md=__doc__,
     params={

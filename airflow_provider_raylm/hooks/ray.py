@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shlex
 import time
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from airflow.providers.common.compat.sdk import AirflowNotFoundException
 from airflow.sdk import BaseHook
 from airflow.sdk.log import mask_secret
 
@@ -41,6 +43,8 @@ CANCEL_S = 60.0
 KILL_PENDING_S = 3.0
 """Seconds that a job which is asked to stop may stay PENDING; it may be about to start, and then stops by itself."""
 _LOOK_AGAIN_S = 0.5
+KNOWN_EXTRAS = frozenset({"headers", "cookies", "verify", "request_timeout", "dashboard_url", "auth_from_environment"})
+log = logging.getLogger(__name__)
 _KILL_ACTOR = (
     "import ray; ray.init(address='auto', log_to_driver=False); "
     "ray.kill(ray.get_actor({actor!r}, namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))"
@@ -67,13 +71,16 @@ class RayHook(BaseHook):
     def cluster(self) -> Cluster:
         """The cluster that the connection describes; read once."""
         if self._cluster is None:
-            self._cluster = _masked(cluster_from_connection(self.get_connection(self.ray_conn_id)))
+            self._cluster = _masked(cluster_from_connection(connection_of(self.ray_conn_id, "ray_conn_id")))
         return self._cluster
 
     async def acluster(self) -> Cluster:
         """`cluster` without blocking the event loop."""
         if self._cluster is None:
-            connection = await self.aget_connection(self.ray_conn_id)
+            try:
+                connection = await self.aget_connection(self.ray_conn_id)
+            except AirflowNotFoundException:
+                raise _no_connection(self.ray_conn_id, "ray_conn_id") from None
             self._cluster = _masked(await asyncio.to_thread(cluster_from_connection, connection))
         return self._cluster
 
@@ -258,6 +265,22 @@ def _masked(cluster: Cluster) -> Cluster:
     return cluster
 
 
+def connection_of(conn_id: str, argument: str) -> Connection:
+    """An Airflow connection.
+
+    Raises:
+        SpecError: There is none of that name.
+    """
+    try:
+        return BaseHook.get_connection(conn_id)
+    except AirflowNotFoundException:
+        raise _no_connection(conn_id, argument) from None
+
+
+def _no_connection(conn_id: str, argument: str) -> SpecError:
+    return SpecError(f"there is no connection {conn_id!r} for {argument}: add it, or name one that exists")
+
+
 def cluster_from_connection(connection: Connection) -> Cluster:
     """Read a connection of type `ray`.
 
@@ -266,10 +289,12 @@ def cluster_from_connection(connection: Connection) -> Cluster:
     """
     where = f"connection {connection.conn_id!r}"
     extra = connection.extra_dejson
-    headers = {str(k): str(v) for k, v in _mapping(extra, "headers", where).items()}
+    if unknown := sorted(set(extra) - KNOWN_EXTRAS):
+        log.warning("%s: extras %s are not known and do nothing; known are %s", where, unknown, sorted(KNOWN_EXTRAS))
+    headers = {str(k): str(v).strip() for k, v in _mapping(extra, "headers", where).items()}
     token = connection.password or (_token_of_environment(where) if _flag(extra, "auth_from_environment") else None)
     if token and not any(name.lower() == "authorization" for name in headers):
-        headers["Authorization"] = f"Bearer {token}"
+        headers["Authorization"] = f"Bearer {token.strip()}"
     url = _url(connection, where)
     try:
         timeout_s = float(extra.get("request_timeout") or 30.0)

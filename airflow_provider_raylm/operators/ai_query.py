@@ -11,8 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow_provider_raylm.exceptions import SpecError
+from airflow_provider_raylm.hooks.ray import connection_of
 from airflow_provider_raylm.operators.deploy import lease_of
-from airflow_provider_raylm.operators.ray import RaySubmitJobOperator, map_index, required_result
+from airflow_provider_raylm.operators.ray import (
+    NATIVE_HINT,
+    RaySubmitJobOperator,
+    checked,
+    map_index,
+    required_result,
+)
 from airflow_provider_raylm.outcome import Outcome
 from airflow_provider_raylm.spec import (
     Endpoint,
@@ -22,11 +29,19 @@ from airflow_provider_raylm.spec import (
     QuerySpec,
     StorageSpec,
     WriteMode,
+    one_of,
 )
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+WORDS = {
+    "endpoint": Endpoint,
+    "input_format": InputFormat,
+    "on_error": OnError,
+    "write_mode": WriteMode,
+    "priority": Priority,
+}
 QUERY_ENTRYPOINT = "python -m airflow_provider_raylm.ray_data.job"
 STORE_ENV = {
     # OSS rejects the trailing checksums that AWS clients send by default; read when a process first loads its client
@@ -75,7 +90,8 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
         postprocess: `module:function`, run on each batch before it is written.
         write_mode: `overwrite` (default), `error_if_exists`, `append`.
         resume: Take up an unfinished run of the same input instead of starting over.
-        id_col: Column that must be there. Rows are identified by file and position.
+        id_col: Column whose values name the rows: a null or a value that comes twice fails the task before anything is
+            asked. Rows are told apart by file and position whether there is one or not.
         max_rows_per_file: Most rows in one output file.
         priority: `low`, `normal` or `high` share of a contended endpoint.
         group_by_prefix: Send rows with a common prompt prefix together.
@@ -193,6 +209,9 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
         self.storage_conn_id = storage_conn_id
         self.app_name = app_name
         self.lease = lease
+        for name, words in WORDS.items():
+            if (value := getattr(self, name)) is not None or name != "input_format":
+                one_of(name, value, words)
         if isinstance(self.response_format, type):  # a class survives neither serialization nor rendering
             self.response_format = _json_schema(self.response_format)
 
@@ -222,7 +241,7 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
         if not self.output_path or not self.input_path:
             raise SpecError(f"{self.task_id}: input_path and output_path are needed")
         ti = context["ti"]
-        return QuerySpec(
+        spec = QuerySpec(
             model=model,
             base_url=base_url,
             api_key=api_key or "EMPTY",
@@ -230,17 +249,17 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
             output_path=self.output_path,
             endpoint=self.endpoint,
             input_format=self.input_format,
-            input_columns=None if self.input_columns is None else tuple(self.input_columns),
+            input_columns=self._columns("input_columns"),
             prompt_col=self.prompt_col,
             prompt_template=self.prompt_template,
             messages_col=self.messages_col,
-            image_cols=tuple(self.image_cols),
+            image_cols=self._columns("image_cols") or (),
             system_prompt=self.system_prompt,
             output_col=self.output_col,
-            options=dict(self.options or {}),
+            options=self.options or {},
             response_format=self.response_format,  # type: ignore[arg-type]  # a class became its schema
-            concurrency=None if self.concurrency is None else int(self.concurrency),
-            batch_size=int(self.batch_size),
+            concurrency=self.concurrency,
+            batch_size=self.batch_size,
             on_error=self.on_error,
             max_error_rate=self.max_error_rate,
             max_errors=self.max_errors,
@@ -258,6 +277,13 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
             lease=lease_of(deploy.get("lease") if self.lease is None else self.lease, context),
             labels=owner_labels(ti),
         )
+        return checked(spec, self.task_id)
+
+    def _columns(self, name: str) -> tuple[str, ...] | None:
+        names = getattr(self, name)
+        if isinstance(names, str):
+            raise SpecError(f"{self.task_id}: {name} is a list of column names, got the text {names!r}{NATIVE_HINT}")
+        return None if names is None else tuple(names)
 
     def result(self, outcome: Outcome, context: Context) -> dict[str, Any]:
         return {**required_result(outcome), "submission_id": outcome.submission_id}
@@ -265,7 +291,7 @@ class AiQueryBatchOperator(RaySubmitJobOperator):
     def _endpoint_connection(self) -> tuple[str | None, str | None]:
         if not self.llm_conn_id:
             return self.api_key, None
-        connection = self.hook.get_connection(self.llm_conn_id)
+        connection = connection_of(self.llm_conn_id, "llm_conn_id")
         return self.api_key or connection.password, connection.host
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from airflow_provider_raylm.exceptions import SpecError
-from airflow_provider_raylm.operators.ray import RaySubmitJobOperator, required_result
+from airflow_provider_raylm.operators.ray import NATIVE_HINT, RaySubmitJobOperator, checked, required_result, seconds
 from airflow_provider_raylm.outcome import Outcome
 from airflow_provider_raylm.spec import DeploySpec, LeaseSpec
 
@@ -22,8 +22,19 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 DEPLOY_ENTRYPOINT = "python -m airflow_provider_raylm.ray_serve.deploy"
+START_TIMEOUT_S = 1800.0
 CLEAN_UP_S = 300.0
 """Seconds beyond `start_timeout` that a deploy job gets to start, and to remove what did not become ready."""
+OF_ONE_MODEL = (
+    "model_source",
+    "engine_kwargs",
+    "deployment_config",
+    "autoscaling_config",
+    "accelerator_type",
+    "llm_config",
+)
+NO_HOLDER = re.compile(r"(true|false|none|[\d.+-]*)", re.IGNORECASE)
+"""Text that was a value before a template made text of it: as a holder it would be the same for every run."""
 NUM_GPUS_REFUSED = (
     "num_gpus in ray_actor_options is refused: the engine reserves its GPUs itself (tensor_parallel_size x "
     "pipeline_parallel_size), and the two reservations add up until nothing fits. Remove num_gpus, and set "
@@ -102,17 +113,15 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         ingress: dict[str, Any] | None = None,
         http_options: dict[str, Any] | None = None,
         lease: bool | str | float | dict[str, Any] | None = None,
-        start_timeout: float = 1800.0,
+        start_timeout: float = START_TIMEOUT_S,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
         kwargs.setdefault("entrypoint", DEPLOY_ENTRYPOINT)
         kwargs.setdefault("reuse_succeeded", "never")  # a deploy that succeeded once says nothing about now
-        super().__init__(
-            start_timeout=start_timeout,
-            timeout=start_timeout + CLEAN_UP_S if timeout is None else timeout,
-            **kwargs,
-        )
+        if timeout is None:
+            timeout = seconds("start_timeout", start_timeout or START_TIMEOUT_S) + CLEAN_UP_S
+        super().__init__(start_timeout=start_timeout, timeout=timeout, **kwargs)
         self.model_id = model_id
         self.model_source = model_source
         self.app_name = app_name
@@ -135,16 +144,17 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
             raise SpecError(f"{self.task_id}: serve_config is the content of a serve_config.yaml, got other text")
         self._refuse_num_gpus()
         configs = self._llm_configs()
-        return DeploySpec(
+        spec = DeploySpec(
             app_name=self.app_name or _app_name(configs, serve_config),
             llm_configs=configs,
             route_prefix=self.route_prefix,
-            ingress=dict(self.ingress or {}),
-            http_options=dict(self.http_options or {}),
+            ingress=self.ingress or {},
+            http_options=self.http_options or {},
             serve_config=serve_config,
-            start_timeout_s=float(self.start_timeout or 1800.0),
+            start_timeout_s=float(self.start_timeout or START_TIMEOUT_S),
             lease=lease_of(self.lease, context),
         )
+        return checked(spec, self.task_id)
 
     def result(self, outcome: Outcome, context: Context) -> dict[str, Any]:
         lease = lease_of(self.lease, context)
@@ -162,7 +172,7 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
             configs += _dict(_dict(application).get("args")).get("llm_configs") or []
         for config in configs:
             if _dict(_dict(_dict(config).get("deployment_config")).get("ray_actor_options")).get("num_gpus"):
-                raise SpecError(NUM_GPUS_REFUSED)
+                raise SpecError(f"{self.task_id}: {NUM_GPUS_REFUSED}")
 
     def _llm_configs(self) -> tuple[dict[str, Any], ...]:
         ways = [name for name in ("model_id", "llm_configs", "serve_config") if getattr(self, name)]
@@ -171,24 +181,39 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
                 f"{self.task_id}: exactly one of model_id, llm_configs and serve_config says what to deploy, "
                 f"got {ways or 'none'}"
             )
+        if not self.model_id and (unused := [name for name in OF_ONE_MODEL if getattr(self, name)]):
+            raise SpecError(
+                f"{self.task_id}: {', '.join(unused)} describes the one model of model_id and does not go with "
+                f"{ways[0]}; write it there"
+            )
         if self.serve_config:
             return ()
         if self.llm_configs:
-            return tuple(_with_actor_options(dict(config)) for config in self.llm_configs)
+            if not isinstance(self.llm_configs, (list, tuple)):
+                given = type(self.llm_configs).__name__
+                raise SpecError(f"{self.task_id}: llm_configs is a list of dicts, got {given}{NATIVE_HINT}")
+            return tuple(_with_actor_options(self._mapping("llm_configs", config)) for config in self.llm_configs)
         source = self.model_source or self.model_id
-        config: dict[str, Any] = {**(self.llm_config or {})}
+        config = self._mapping("llm_config", self.llm_config)
         named = {
             "model_loading_config": {"model_id": self.model_id, "model_source": source},
             "engine_kwargs": self.engine_kwargs,
             "deployment_config": self.deployment_config,
         }
         for name, value in named.items():  # an argument adds to what llm_config says, and wins
-            config[name] = {**(config.get(name) or {}), **(value or {})}
+            config[name] = {**self._mapping(name, config.get(name)), **self._mapping(name, value)}
         if self.autoscaling_config:
-            config["deployment_config"]["autoscaling_config"] = dict(self.autoscaling_config)
+            config["deployment_config"]["autoscaling_config"] = self._mapping(
+                "autoscaling_config", self.autoscaling_config
+            )
         if self.accelerator_type:
             config["accelerator_type"] = self.accelerator_type
         return (_with_actor_options(config),)
+
+    def _mapping(self, name: str, value: Any) -> dict[str, Any]:
+        if value is not None and not isinstance(value, Mapping):
+            raise SpecError(f"{self.task_id}: {name} is a dict, got {type(value).__name__}{NATIVE_HINT}")
+        return dict(value or {})
 
 
 def lease_of(lease: bool | str | float | Mapping[str, Any] | None, context: Context) -> LeaseSpec | None:
@@ -205,11 +230,14 @@ def lease_of(lease: bool | str | float | Mapping[str, Any] | None, context: Cont
         return LeaseSpec(holder=holder)
     if isinstance(lease, (int, float)) and lease > 0:
         return LeaseSpec(holder=holder, ttl_s=float(lease))
-    if isinstance(lease, str) and lease.strip():
+    if isinstance(lease, str) and not NO_HOLDER.fullmatch(lease.strip()):
         return LeaseSpec(holder=lease)
     if isinstance(lease, Mapping) and set(lease) <= {"holder", "ttl_s"}:
-        return LeaseSpec(**{"holder": holder, **lease})
-    raise SpecError(f"lease is True, a holder, seconds, or a dict of holder and ttl_s; got {lease!r}")
+        claim = checked(LeaseSpec(**{"holder": holder, **lease}), "lease")
+        if claim.ttl_s > 0 and claim.holder.strip():
+            return claim
+    hint = NATIVE_HINT if isinstance(lease, str) else ""
+    raise SpecError(f"lease is True, a holder, seconds, or a dict of holder and ttl_s; got {lease!r}{hint}")
 
 
 def _parsed(serve_config: Any) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.configuration import conf
 from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import BaseOperator
+from pydantic import TypeAdapter, ValidationError
 
 from airflow_provider_raylm import job_package
 from airflow_provider_raylm.attempts import (
@@ -41,7 +42,7 @@ from airflow_provider_raylm.hooks.ray import CANCEL_S, RayHook
 from airflow_provider_raylm.links import LINK_KEY, RayJobLink
 from airflow_provider_raylm.outcome import Outcome
 from airflow_provider_raylm.polling import JobInfo
-from airflow_provider_raylm.spec import RESULT_PREFIX
+from airflow_provider_raylm.spec import RESULT_PREFIX, Spec, one_of
 from airflow_provider_raylm.triggers.ray import RayJobTrigger, task_state
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ RECORD_KEY = "raylm_job"
 """Key in Airflow's task state store (3.3 and later) of the last submission id: no gap hides a job from a retry."""
 ON_KILL_S = 3.5
 """Airflow kills a task process for good 5 seconds after it told it to stop."""
+NATIVE_HINT = ". If it is a template, set render_template_as_native_obj=True on the DAG"
 SECRET_FIELDS = frozenset({"api_key", "access_key_id", "secret_access_key", "session_token"})
 """Of a spec; they change with every short-lived credential, and are no input."""
 
@@ -118,6 +120,7 @@ class RaySubmitJobOperator(BaseOperator):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        one_of("reuse_succeeded", reuse_succeeded, Reuse)
         self.entrypoint = entrypoint
         self.runtime_env = runtime_env
         self.entrypoint_num_cpus = entrypoint_num_cpus
@@ -173,9 +176,13 @@ class RaySubmitJobOperator(BaseOperator):
             RayJobError: The job did not end well; see its subclasses.
         """
         try:
+            self._check_seconds()
             self._start(context)
         except SpecError as exc:
-            raise AirflowFailException(exc.message) from exc
+            raise AirflowFailException(exc.message) from None
+        except BaseException as exc:
+            self._note_timeout(exc)
+            raise
         trigger = self._trigger(context)
         if self.deferrable:
             job = self._ask(trigger.submission_id)
@@ -185,7 +192,7 @@ class RaySubmitJobOperator(BaseOperator):
         try:
             outcome = loop.run(trigger.watch)
         except BaseException as exc:
-            self._timed_out = type(exc).__name__ == "AirflowTaskTimeout"  # Airflow calls on_kill next
+            self._note_timeout(exc)
             raise
         return self._conclude(context, outcome)
 
@@ -216,6 +223,9 @@ class RaySubmitJobOperator(BaseOperator):
                 return
         self.log.info("Cancelling Ray job %s", self._job_id)
         self.log.info("%s", self.hook.cancel(self._job_id, within_s=CANCEL_S if self._timed_out else ON_KILL_S))
+
+    def _note_timeout(self, exc: BaseException) -> None:
+        self._timed_out = type(exc).__name__ == "AirflowTaskTimeout"  # Airflow calls on_kill next
 
     # --- before -----------------------------------------------------------------------------------------------------
 
@@ -254,6 +264,14 @@ class RaySubmitJobOperator(BaseOperator):
             self._submit(choice, spec, env, self._labels(ti, fingerprint))
         if (store := context.get("task_state_store")) is not None:
             store.set(RECORD_KEY, choice.submission_id)
+
+    def _check_seconds(self) -> None:
+        """Numbers may come as text, from templates and variables; better found before there is a job."""
+        for name in ("poll_interval", "start_timeout", "timeout", "patience"):
+            value = getattr(self, name)
+            if value is None and name in ("start_timeout", "timeout"):
+                continue
+            setattr(self, name, seconds(name, value))
 
     def _submit(self, choice: Submit | Supersede, spec: Any, env: dict[str, Any], labels: dict[str, str]) -> None:
         package: AbstractContextManager[Path | None]
@@ -353,7 +371,7 @@ class RaySubmitJobOperator(BaseOperator):
     def _conclude(self, context: Context, outcome: Outcome) -> Any:
         if error := outcome.error():
             if outcome.error_type == SpecError.__name__:
-                raise AirflowFailException(error.message) from error
+                raise AirflowFailException(outcome.reason)
             raise error
         return self.result(outcome, context)
 
@@ -371,6 +389,35 @@ def required_result(outcome: Outcome) -> dict[str, Any]:
             submission_id=outcome.submission_id,
         )
     return outcome.result
+
+
+def seconds(name: str, value: Any) -> float:
+    """A duration as a number.
+
+    Raises:
+        SpecError: It is none.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise SpecError(f"{name} is a number of seconds, got {value!r}") from None
+
+
+def checked(spec: Spec, task_id: str) -> Spec:
+    """The spec with every value of its declared type; numbers that came as text are numbers.
+
+    Raises:
+        SpecError: Naming each field that is of another type. Values are not shown: they may be secret.
+    """
+    try:
+        return TypeAdapter(type(spec)).validate_python(dataclasses.asdict(spec))  # type: ignore[call-overload]
+    except ValidationError as exc:
+        wrong = [
+            f"{'.'.join(map(str, error['loc']))}: {error['msg'].lower()}, got {type(error['input']).__name__}"
+            for error in exc.errors(include_url=False)
+        ]
+        hint = NATIVE_HINT if any(isinstance(error["input"], str) for error in exc.errors()) else ""
+        raise SpecError(f"{task_id}: {'; '.join(wrong)}{hint}") from None
 
 
 def map_index(ti: Any) -> int:

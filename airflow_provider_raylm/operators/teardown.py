@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_provider_raylm.exceptions import SpecError
 from airflow_provider_raylm.operators.deploy import lease_of
-from airflow_provider_raylm.operators.ray import RaySubmitJobOperator, required_result
+from airflow_provider_raylm.operators.ray import RaySubmitJobOperator, checked, required_result
 from airflow_provider_raylm.outcome import Outcome
 from airflow_provider_raylm.spec import TeardownSpec
 
@@ -72,11 +72,12 @@ class TeardownServeOperator(RaySubmitJobOperator):
                 f"{self.task_id}: the deploy task returned nothing, so whose lease to release is unknown; give lease= "
                 "as at the deploy task. A deploy that failed has cleaned up, and a lease that is not renewed runs out"
             )
-        return TeardownSpec(
+        spec = TeardownSpec(
             app_name=app_name,
             holder=self.holder or (lease.holder if lease else (deploy.get("lease") or {}).get("holder")),
             timeout_s=self.removal_timeout,
         )
+        return checked(spec, self.task_id)
 
     def result(self, outcome: Outcome, context: Context) -> dict[str, Any]:
         return {**required_result(outcome), "submission_id": outcome.submission_id}

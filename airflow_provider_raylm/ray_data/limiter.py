@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from airflow_provider_raylm.exceptions import TransientEndpointError
+from airflow_provider_raylm.exceptions import RaylmError, TransientEndpointError
 from airflow_provider_raylm.ray_data.contracts import Limiter, Sample
 from airflow_provider_raylm.ray_data.flow import TICK_S, Flow, Tally
 from airflow_provider_raylm.ray_data.limit import FIRST_LIMIT
@@ -365,6 +365,7 @@ class KeeperLimiter(_Slots):
         self._grant = Grant(slots=0)
         self._paused_until_s = 0.0
         self._sent = 0
+        self._reached_s = time.monotonic()
         self._reachable = True
 
     async def close(self) -> None:
@@ -380,6 +381,11 @@ class KeeperLimiter(_Slots):
             self._wake()
             if self._waiters and self._grant.stalled:
                 self._stall()
+            if time.monotonic() - self._reached_s > self._stall_timeout_s and not self._in_flight:
+                raise RaylmError(
+                    f"the flow control actor of this job has not answered for {self._stall_timeout_s:.0f} s, so nothing "
+                    "can be asked; finished rows are kept"
+                )
             await self._pause(REPORT_S if self._reachable else 1.0)
 
     async def _report(self, *, leaving: bool = False) -> None:
@@ -407,7 +413,7 @@ class KeeperLimiter(_Slots):
                 _log.warning("the flow control actor does not answer (%s); going on with what it lent", exc)
             self._reachable = False
             return
-        self._reachable = True
+        self._reachable, self._reached_s = True, time.monotonic()
         if self._grant.pause_s > 0:
             self._paused_until_s = max(self._paused_until_s, time.monotonic() + self._grant.pause_s)
 

@@ -29,7 +29,7 @@ from airflow_provider_raylm.ray_data.engine import Engine, EngineThread
 from airflow_provider_raylm.ray_data.keeper import start_keeper
 from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, Secret
 from airflow_provider_raylm.ray_data.rows import Reply, reply_column, reply_type, row_keys, with_parsed
-from airflow_provider_raylm.spec import Endpoint, OnError, Priority
+from airflow_provider_raylm.spec import Endpoint, OnError, Priority, one_of
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -138,6 +138,7 @@ def ai_query(
         stall_timeout_s=stall_timeout_s,
         group_by_prefix=group_by_prefix,
     )
+    one_of("priority", priority, Priority)
     if batch_size < 1:
         raise SpecError(f"batch_size: expected 1 or more, got {batch_size!r}")
     if (schema := ds.schema(fetch_if_missing=False)) is not None:

@@ -65,6 +65,20 @@ def test_a_wrong_connection_is_named(fields: dict[str, Any], message: str) -> No
     assert "connection 'c'" in str(caught.value)
 
 
+async def test_a_missing_connection_is_named() -> None:
+    """In the worker and in the triggerer."""
+    with pytest.raises(SpecError, match="no connection 'gone' for ray_conn_id"):
+        RayHook("gone").cluster()
+    with pytest.raises(SpecError, match="no connection 'gone' for ray_conn_id"):
+        await RayHook("gone").acluster()
+
+
+def test_a_misspelt_extra_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A token header that is never sent would only show as a refusal by the gateway."""
+    cluster_from_connection(connection(host="h", extra={"header": {"ray-token": "x"}}))
+    assert "extras ['header'] are not known" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("extra", "verify"),
     [

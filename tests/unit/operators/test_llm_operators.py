@@ -12,6 +12,7 @@ from typing import Any
 
 import pydantic
 import pytest
+from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_provider_raylm import spec as specs
 from airflow_provider_raylm.exceptions import RayJobFailedError, SpecError
@@ -134,10 +135,22 @@ def test_app_name(arguments: dict[str, Any], app_name: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"model_id": "m", "llm_configs": [{}]}, {"serve_config": "serve_config.yaml"}],
+    [
+        {},
+        {"model_id": "m", "llm_configs": [{}]},
+        {"serve_config": "serve_config.yaml"},
+        {"llm_configs": [{}], "engine_kwargs": {"max_model_len": 1}},
+        {"serve_config": {"applications": [{}]}, "accelerator_type": "L20"},
+        {"llm_configs": {"model_id": "m"}},
+        {"llm_configs": "{{ params.configs }}"},
+        {"model_id": "m", "llm_config": "{'engine_kwargs': {}}"},
+        {"model_id": "m", "engine_kwargs": "{}"},
+        {"model_id": "m", "autoscaling_config": "{}"},
+        {"model_id": "m", "http_options": "{}"},
+    ],
 )
 def test_what_to_deploy_must_be_clear(arguments: dict[str, Any]) -> None:
-    """One way of saying it, not none and not two."""
+    """One way of saying it, not none and not two, and nothing that would be dropped or is text in place of a dict."""
     with pytest.raises(SpecError):
         deploy(**arguments).spec(context())
 
@@ -159,7 +172,10 @@ def test_lease(lease: Any, expected: LeaseSpec | None) -> None:
     assert lease_of(lease, context()) == expected
 
 
-@pytest.mark.parametrize("lease", [0, -1, "", {"who": "me"}, ["me"]])
+@pytest.mark.parametrize(
+    "lease",
+    [0, -1, "", {"who": "me"}, ["me"], "True", " none", "3600", {"ttl_s": -5}, {"holder": ""}],
+)
 def test_a_wrong_lease_is_refused(lease: Any) -> None:
     """A lease that would never be released, or never held, is an error before anything is sent."""
     with pytest.raises(SpecError, match="lease is True"):
@@ -175,6 +191,16 @@ def test_deploy_hands_on_what_the_next_tasks_need(dashboard: FakeDashboard) -> N
     assert uploaded(dashboard)[0]["lease"] == {"holder": RUN, "ttl_s": 60.0}
     (job,) = dashboard.jobs.values()
     assert job.entrypoint == "python -m airflow_provider_raylm.ray_serve.deploy"
+
+
+def test_durations_may_be_text(dashboard: FakeDashboard) -> None:
+    """As a template or a variable gives them; what is no number is refused before there is a job."""
+    made = deploy(model_id="m", start_timeout="60")
+    assert (made.spec(context()).start_timeout_s, made.timeout) == (60.0, 360.0)
+    assert deploy(model_id="m", start_timeout=None).spec(context()).start_timeout_s == 1800.0
+    with pytest.raises(AirflowFailException, match="timeout is a number of seconds, got 'soon'"):
+        query(timeout="soon").execute(context())
+    assert not dashboard.jobs
 
 
 # --- all three --------------------------------------------------------------------------------------------------------
@@ -256,6 +282,12 @@ def test_query_takes_the_endpoint_from_the_deploy() -> None:
         ({"prompt_col": None}, "exactly one of prompt_col"),
         ({"messages_col": "m"}, "exactly one of prompt_col"),
         ({"output_path": ""}, "output_path"),
+        ({"options": "{'temperature': 0}"}, "options.*dictionary, got str.*render_template_as_native_obj"),
+        ({"concurrency": "many"}, "concurrency.*integer"),
+        ({"max_error_rate": "5%"}, "max_error_rate.*number"),
+        ({"api_key": 123}, "api_key.*string, got int"),
+        ({"image_cols": "img"}, "image_cols is a list of column names"),
+        ({"input_columns": "id,text"}, "input_columns is a list of column names"),
     ],
 )
 def test_a_wrong_query_is_refused_before_anything_is_sent(arguments: dict[str, Any], message: str) -> None:
@@ -263,6 +295,35 @@ def test_a_wrong_query_is_refused_before_anything_is_sent(arguments: dict[str, A
     with pytest.raises(SpecError, match=message) as caught:
         query(**arguments).spec(context())
     assert "label" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "known"),
+    [
+        ("endpoint", "embedding", "'chat', 'completions' or 'embeddings'"),
+        ("input_format", "CSV", "'parquet', 'jsonl', 'csv' or 'openai_batch'"),
+        ("on_error", "ignore", "'raise', 'keep' or 'null'"),
+        ("write_mode", "replace", "'error_if_exists', 'overwrite' or 'append'"),
+        ("priority", "urgent", "'low', 'normal' or 'high'"),
+        ("reuse_succeeded", "alway", "'never'"),
+    ],
+)
+def test_a_wrong_word_is_refused_when_the_dag_is_read(argument: str, value: str, known: str) -> None:
+    """With the words there are; a word that nobody knows must not mean one of them."""
+    with pytest.raises(SpecError, match=f"{argument}: expected .*{known}.* got '{value}'"):
+        query(**{argument: value})
+
+
+def test_numbers_may_be_text() -> None:
+    """As templates without native rendering make them."""
+    spec = query(concurrency="2", batch_size="16", max_error_rate="0.1", image_cols=None).spec(context())
+    assert (spec.concurrency, spec.batch_size, spec.max_error_rate, spec.image_cols) == (2, 16, 0.1, ())
+
+
+def test_a_missing_connection_of_the_endpoint_is_named() -> None:
+    """Nobody retries what is not there."""
+    with pytest.raises(SpecError, match="no connection 'nope' for llm_conn_id"):
+        query(llm_conn_id="nope").spec(context())
 
 
 def test_a_pydantic_class_becomes_its_schema() -> None:

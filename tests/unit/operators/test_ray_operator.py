@@ -274,6 +274,24 @@ def test_execution_timeout_cancels(dashboard: FakeDashboard) -> None:
     assert job.status == "STOPPED"
 
 
+def test_execution_timeout_during_the_submission_cancels(
+    dashboard: FakeDashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster may have taken the job while the answer was still on its way."""
+    made = operator()
+
+    def late(**arguments: Any) -> None:
+        dashboard.add(arguments["submission_id"]).run()
+        raise AirflowTaskTimeout("Timeout")
+
+    monkeypatch.setattr(made.hook, "submit_job", late)
+    with pytest.raises(AirflowTaskTimeout):
+        made.execute(context())
+    made.on_kill()
+    (job,) = dashboard.jobs.values()
+    assert job.stops == 1
+
+
 def test_only_content_of_local_files_is_input(
     dashboard: FakeDashboard, jobs: dict[str, FakeJob], tmp_path: Path
 ) -> None:
