@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+import ray
 
-from airflow_provider_raylm.exceptions import TransientEndpointError
+from airflow_provider_raylm.exceptions import RaylmError, TransientEndpointError
 from airflow_provider_raylm.ray_data.contracts import Outcome, Sample
 from airflow_provider_raylm.ray_data.limiter import (
     SAMPLES_PER_REPORT,
@@ -117,6 +119,22 @@ async def test_the_window_follows_the_limit_of_the_job_not_the_slots_of_the_acto
     limiter = KeeperLimiter(None, base_url="http://127.0.0.1:9/v1")
     limiter._grant = Grant(slots=8, limit=256)
     assert limiter.window == 16 * 256
+
+
+async def test_a_keeper_that_never_answers_ends_the_job() -> None:
+    """An actor that was lent nothing must not wait for ever, nor hold the endpoint meanwhile."""
+
+    class Dead:
+        class report:
+            @staticmethod
+            async def remote(_: object) -> None:
+                raise ray.exceptions.RayActorError
+
+    limiter = KeeperLimiter(Dead, base_url="http://127.0.0.1:9/v1", stall_timeout_s=0.0)
+    with pytest.raises(RaylmError, match="flow control actor of this job has not answered for 0 s"):
+        await asyncio.wait_for(limiter.acquire(), 5)
+    with contextlib.suppress(RaylmError):
+        await limiter.close()
 
 
 async def test_without_a_keeper_each_actor_is_one_of_many() -> None:
