@@ -383,8 +383,8 @@ class KeeperLimiter(_Slots):
                 self._stall()
             if time.monotonic() - self._reached_s > self._stall_timeout_s and not self._in_flight:
                 raise RaylmError(
-                    f"the flow control actor of this job has not answered for {self._stall_timeout_s:.0f} s, so nothing "
-                    "can be asked; finished rows are kept"
+                    f"the flow control actor of this job has not answered for {self._stall_timeout_s:.0f} s, so "
+                    "nothing can be asked; finished rows are kept"
                 )
             await self._pause(REPORT_S if self._reachable else 1.0)
 
