@@ -45,9 +45,8 @@ _SCHEMA = pa.schema([("row", pa.int64()), ("reply", pa.string())])
 
 @dataclass
 class _Block:
-    """What this writer has stored and not yet stored of one block."""
+    """What this writer has not yet stored of one block, and the files with the rest."""
 
-    stored: list[tuple[int, str]] = field(default_factory=list)
     waiting: list[tuple[int, str]] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
 
@@ -142,20 +141,22 @@ class Journal:
         with self._lock:
             block = self._blocks[number]
             new = list(block.waiting)
-            merge = len(block.parts) >= _PARTS
-            rows = [*block.stored, *new] if merge else new
+            merged = list(block.parts) if len(block.parts) >= _PARTS else []
+        old = []
+        for part in merged:  # read again rather than kept: an actor has tens of thousands of rows under way
+            with contextlib.suppress(FileNotFoundError):  # the run is over, and somebody has tidied up
+                old.append(pq.read_table(part, filesystem=fs, schema=_SCHEMA, partitioning=None))
         self._number += 1
         path = f"{folder}/{self._writer}-{self._number:06d}.parquet"
         buffer = pa.BufferOutputStream()
-        table = pa.table([[row for row, _ in rows], [text for _, text in rows]], schema=_SCHEMA)
-        pq.write_table(table, buffer, compression="zstd")
+        table = pa.table([[row for row, _ in new], [text for _, text in new]], schema=_SCHEMA)
+        pq.write_table(pa.concat_tables([*old, table]), buffer, compression="zstd")
         store.write_bytes(fs, path, buffer.getvalue())
         with self._lock:
-            replaced, block.parts = (block.parts, [path]) if merge else ([], [*block.parts, path])
-            block.stored += new
+            block.parts = [path] if merged else [*block.parts, path]
             del block.waiting[: len(new)]
             self._waiting_rows -= len(new)
-        store.delete_files(fs, replaced)
+        store.delete_files(fs, merged)
 
     def _forget(self) -> None:
         with self._lock:
