@@ -16,7 +16,7 @@ import importlib
 import json
 import resource
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import openai
@@ -70,6 +70,7 @@ class EndpointClient:
         self._headers = httpx.Headers(self._http.headers)
         for layer in (self._sdk.auth_headers, self._sdk.default_headers, query.headers):
             self._headers.update({k: v for k, v in layer.items() if isinstance(v, str)})
+        self._secrets = query.secrets
 
     async def complete(
         self, body: Mapping[str, Any], *, timeout_s: float, stream: bool = False, prompts: tuple[str, ...] = ()
@@ -93,7 +94,8 @@ class EndpointClient:
                 return await asyncio.wait_for(self._stream(body), timeout_s)
             return await asyncio.wait_for(self._plain(body), timeout_s), None
         except Fault as fault:
-            fault.message = clean_message(fault.message, prompts)
+            fault.message = clean_message(fault.message, prompts, secrets=self._secrets)
+            fault.args = (fault.message,)
             raise
         except asyncio.TimeoutError:
             raise Fault("timeout", f"no reply within {timeout_s:.3g} s") from None
@@ -110,7 +112,12 @@ class EndpointClient:
         if not response.is_success:
             await response.aread()
             raise fault_of_reply(
-                response.status_code, response.headers, response.text, model=self._query.model, now_s=time.time()
+                response.status_code,
+                response.headers,
+                response.text,
+                model=self._query.model,
+                now_s=time.time(),
+                secrets=self._secrets,
             )
         return response
 
@@ -127,7 +134,7 @@ class EndpointClient:
         ttft_s: float | None = None
         joined = _Joined()
         response = await self._send({**body, "stream": True, "stream_options": {"include_usage": True}}, stream=True)
-        async with contextlib.aclosing(response), contextlib.aclosing(_events(response)) as events:
+        async with contextlib.aclosing(response), contextlib.aclosing(_events(response, self._secrets)) as events:
             async for event in events:
                 if ttft_s is None and has_token(event):
                     ttft_s = time.monotonic() - sent_s
@@ -159,7 +166,7 @@ def _origin(exc: BaseException) -> str:
     return type(exc).__name__
 
 
-async def _events(response: Any) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(response: Any, secrets: Sequence[str]) -> AsyncGenerator[dict[str, Any], None]:
     """The JSON events of a server-sent stream, until `[DONE]`."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
@@ -174,7 +181,7 @@ async def _events(response: Any) -> AsyncGenerator[dict[str, Any], None]:
         if isinstance(event, dict) and event.get("error"):
             error = event["error"]
             text = error.get("message") if isinstance(error, dict) else error
-            raise Fault("server_error", clean_message(str(text)))
+            raise Fault("server_error", clean_message(str(text), secrets=secrets))
         if isinstance(event, dict):
             yield event
 

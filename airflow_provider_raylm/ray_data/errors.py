@@ -18,7 +18,7 @@ from __future__ import annotations
 import email.utils
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from airflow_provider_raylm.ray_data.contracts import Outcome
@@ -75,14 +75,17 @@ class Fault(Exception):
         return ERROR_TYPE.get(self.kind, self.kind)
 
 
-def fault_of_reply(status: int, headers: Mapping[str, str], text: str, *, model: str, now_s: float) -> Fault:
+def fault_of_reply(
+    status: int, headers: Mapping[str, str], text: str, *, model: str, now_s: float, secrets: Sequence[str] = ()
+) -> Fault:
     """Name what an answer with a status other than 2xx means.
 
     Args:
         now_s: Wall-clock epoch seconds, for a `Retry-After` that is a date.
+        secrets: See `clean_message`.
     """
     error = _error_object(text)
-    message = clean_message(_server_message(error, text) or f"HTTP {status} without a message")
+    message = clean_message(_server_message(error, text) or f"HTTP {status} without a message", secrets=secrets)
     if status in (401, 403):
         return Fault("fatal", f"the endpoint refused the key: HTTP {status}: {message}", http_status=status)
     if _is_unknown_model(status, error, message):
@@ -126,8 +129,16 @@ def retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:
     return max(0.0, seconds) if seconds < float("inf") else None
 
 
-def clean_message(text: str, prompts: tuple[str, ...] = ()) -> str:
-    """A server's message without what it may echo: long quotations, keys, prompts. At most `MAX_MESSAGE` characters."""
+def clean_message(text: str, prompts: Sequence[str] = (), *, secrets: Sequence[str] = ()) -> str:
+    """A server's message without what it may echo: long quotations, keys, prompts. At most `MAX_MESSAGE` characters.
+
+    Args:
+        text: The message, whole: what is cut in the middle is not recognised.
+        prompts: Texts that the request sent.
+        secrets: What the request was signed with; a longer one before those that are part of it.
+    """
+    for secret in secrets:
+        text = text.replace(secret, "***")
     for prompt in prompts:
         if len(prompt) >= 8:
             text = text.replace(prompt, "…")

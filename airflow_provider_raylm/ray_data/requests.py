@@ -29,6 +29,7 @@ _OURS = {
     "stream": "is chosen per row to measure the endpoint",
     "stream_options": "is chosen per row to measure the endpoint",
 }
+_NO_KEY = "EMPTY"
 _REQUIRED: dict[Endpoint, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
 _CLIENT_OPTIONS = ("extra_body", "extra_headers", "extra_query", "enable_thinking", "timeout")
 _IMAGE_TYPES = (
@@ -77,7 +78,7 @@ class Query:
 
     model: str
     base_url: str
-    api_key: Secret = field(default_factory=lambda: Secret("EMPTY"))
+    api_key: Secret = field(default_factory=lambda: Secret(_NO_KEY))
     endpoint: Endpoint = "chat"
     prompt_col: str | None = None
     prompt_template: str | None = None
@@ -147,8 +148,11 @@ class Query:
         except ValueError as exc:
             raise SpecError(f"prompt_template: {exc}; write a literal brace as {{{{ or }}}}") from exc
         for name in names:
-            if not name or set(name) & set(".[]"):
-                raise SpecError(f"prompt_template: {{{name}}} is not a column name; use {{column}}")
+            if not name or set(name) & set(".[]\"'\n"):
+                raise SpecError(
+                    f"prompt_template: {{{name}}} is not a column name; use {{column}}, and write a literal brace as "
+                    "{{ or }}"
+                )
         if not names:
             raise SpecError("prompt_template names no column; write {column} where its text belongs")
         return tuple(dict.fromkeys(names))
@@ -193,6 +197,15 @@ class Query:
     def headers(self) -> dict[str, str]:
         """Headers of every request, besides the key."""
         return {str(k): str(v) for k, v in (self.options.get("extra_headers") or {}).items()}
+
+    @cached_property
+    def secrets(self) -> tuple[str, ...]:
+        """What requests are signed with, longest first: the key, and the headers' values with and without their scheme.
+        Values of fewer than four characters are words, not secrets."""
+        values = [] if self.api_key.reveal() == _NO_KEY else [self.api_key.reveal()]
+        for value in self.headers.values():
+            values += [value.strip(), value.strip().partition(" ")[2].strip()]
+        return tuple(sorted({value for value in values if len(value) >= 4}, key=len, reverse=True))
 
     def check_columns(self, names: Sequence[str]) -> None:
         """Check that an input with columns `names` can be asked.

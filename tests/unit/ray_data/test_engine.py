@@ -575,3 +575,44 @@ def test_the_same_body_is_json_of_any_script() -> None:
     assert json.loads(json.dumps(query.body({"text": text})))["messages"][0]["content"] == text
     with pytest.raises(InvalidInput):
         query.body({"text": None})
+
+
+KEY = "s3cr3t:pa$$w0rd!"
+HEADERS = {"X-Tenant": "tenant-5ecret", "Proxy-Authorization": "Basic dXNlcjpwdw"}
+SSE = {"content-type": "text/event-stream"}
+
+
+@pytest.mark.parametrize("secret", [KEY, "tenant-5ecret", "dXNlcjpwdw"])
+@pytest.mark.parametrize(
+    ("answer", "stream"),
+    [
+        (lambda text: refusal(400, text), False),
+        (lambda text: refusal(401, text), False),
+        (lambda text: refusal(404, f"model {text} not found"), False),
+        (lambda text: refusal(429, text), False),
+        (lambda text: refusal(500, "x" * 290 + text), False),
+        (lambda text: Answer(status=422, raw=json.dumps({"detail": [{"msg": text}]})), False),
+        (lambda text: Answer(status=500, raw=text), False),
+        (lambda text: Answer(raw=f"data: {json.dumps({'error': text})}\n\n", headers=SSE), True),
+        (lambda text: Answer(raw=f"data: {json.dumps({'error': {'message': text}})}\n\n", headers=SSE), True),
+    ],
+)
+async def test_what_a_request_is_signed_with_is_in_no_error(
+    endpoint: MockEndpoint, secret: str, answer: Any, stream: bool
+) -> None:
+    """The exact key and the headers' values, whatever they look like and wherever the server repeats them."""
+    query = Query(
+        model="m",
+        base_url=endpoint.base_url,
+        api_key=Secret(KEY),
+        prompt_col="text",
+        options={"extra_headers": HEADERS},
+    )
+    endpoint.script = lambda ask: answer(f"got {secret} from you")
+    client = EndpointClient(query, connections=2)
+    with pytest.raises(Fault) as caught:
+        await client.complete(query.body({"text": "hello"}), timeout_s=10, stream=stream)
+    await client.close()
+    for part in (secret, secret[:8]):
+        assert part not in caught.value.message
+        assert part not in str(caught.value)
