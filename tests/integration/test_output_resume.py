@@ -3,6 +3,8 @@
 Kills are SIGKILL to real processes at seeded points. The endpoint answers a seeded number of rows and holds the
 others, so a kill meets rows that are stored, finished but not stored, in flight and not asked yet. The rows that
 were stored at that moment are read from the store itself.
+
+`RAYLM_KILL_SEEDS=20` repeats each kill test with so many seeds, `RAYLM_KILL_FIRST_SEED` says where they begin.
 """
 
 from __future__ import annotations
@@ -29,14 +31,19 @@ import pytest
 from airflow_provider_raylm.job_package import staged
 from airflow_provider_raylm.ray_data import storage
 from airflow_provider_raylm.spec import ERROR_PREFIX, RESULT_PREFIX, QuerySpec, StorageSpec
-from demo.object_store import ObjectStore, object_store
+from demo.object_store import Faults, ObjectStore, object_store
 from demo.ray_head import RayNode, start_head
 from tests.support.mock_endpoint import Answer, Ask, MockEndpoint, refusal
 
 pytestmark = pytest.mark.integration
 
-SEED = 6
+FIRST_SEED = int(os.environ.get("RAYLM_KILL_FIRST_SEED", "6"))
+SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("RAYLM_KILL_SEEDS", "1")))
+KINDS = ("head", "actor", "driver and store", "driver")
+ANY_SEEDS = range(SEEDS.start + 4, SEEDS.stop + 4)  # the kinds take turns; the first is a driver on a faulty store
 ROWS = 400
+FEW = 120
+MOST_REQUESTS = 40  # what a run over `FEW` rows sends to the store, about
 CPUS = 8
 POSTPROCESS = """
 def keep_even(batch):
@@ -115,6 +122,12 @@ class Lab:
         assert any(found) or client.get_job_status(job_id).value == "FAILED"
         return found[0], found[1]
 
+    def is_over(self, job_id: str) -> bool:
+        """`False` also when the head is being killed."""
+        with contextlib.suppress(Exception):
+            return bool(self.client().get_job_status(job_id).is_terminal())
+        return False
+
     def succeeded(self, job_id: str) -> dict[str, Any]:
         result, error = self.ended(job_id)
         assert result is not None, error or self.client().get_job_logs(job_id)[-3000:]
@@ -138,14 +151,16 @@ class Lab:
                     found.append(process)
         return found
 
-    def kill_head(self) -> None:
+    def kill_processes(self) -> None:
         """Everything at once, as when the machine goes."""
-        for process in [
-            *psutil.Process(self.node.process.pid).children(recursive=True),
-            psutil.Process(self.node.process.pid),
-        ]:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        with contextlib.suppress(psutil.Error):
+            head = psutil.Process(self.node.process.pid)
+            for process in [*head.children(recursive=True), head]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+
+    def kill_head(self) -> None:
+        self.kill_processes()
         self.node.stop()
 
     def stored(self, output: str) -> set[str]:
@@ -215,20 +230,22 @@ def wait_for_the_kill(lab: Lab, rng: random.Random, held: Held, output: str, job
     time.sleep(rng.uniform(0, 1))
 
 
-def test_a_killed_driver_and_then_a_killed_head_cost_only_what_was_not_stored(lab: Lab) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_driver_and_then_a_killed_head_cost_only_what_was_not_stored(lab: Lab, seed: int) -> None:
     """After each kill the next attempt asks for the rows that were not stored, all of them and once.
 
     The last attempt does so on a store that says SlowDown to every seventh request and cuts every fifth download.
     """
-    rng = random.Random(SEED)
-    path = lab.write_input("kill", ROWS)
+    rng = random.Random(seed)
+    name = f"kill{seed}"
+    path = lab.write_input(name, ROWS)
     with MockEndpoint() as endpoint:
-        spec = lab.spec(endpoint, path, "kill")
+        spec = lab.spec(endpoint, path, name)
         for kill in ("driver", "head"):
             endpoint.script = held = Held(rng.randint(60, 150))
-            begun, stored_before = len(endpoint.asks), lab.stored("kill")
+            begun, stored_before = len(endpoint.asks), lab.stored(name)
             job_id = lab.submit(spec)
-            wait_for_the_kill(lab, rng, held, "kill", job_id)
+            wait_for_the_kill(lab, rng, held, name, job_id)
             if kill == "driver":
                 os.kill(lab.driver(job_id), signal.SIGKILL)
                 assert lab.ended(job_id) == (None, None)
@@ -238,8 +255,8 @@ def test_a_killed_driver_and_then_a_killed_head_cost_only_what_was_not_stored(la
             asks = [ask.text for ask in endpoint.asks[begun:]]
             assert len(asks) == len(set(asks)) <= held.count + endpoint.most_in_flight
             assert not stored_before & set(asks), "a stored row was asked again"
-            assert not lab.fs.get_file_info("lake/out/kill/_SUCCESS").is_file
-        begun, stored = len(endpoint.asks), lab.stored("kill")
+            assert not lab.fs.get_file_info(f"lake/out/{name}/_SUCCESS").is_file
+        begun, stored = len(endpoint.asks), lab.stored(name)
         endpoint.script = answer
         lab.store.faults.slow_down_every, lab.store.faults.truncate_every = 7, 5
         result = lab.succeeded(lab.submit(spec))
@@ -248,31 +265,97 @@ def test_a_killed_driver_and_then_a_killed_head_cost_only_what_was_not_stored(la
         assert sorted(asks) == sorted(texts(range(ROWS)) - stored)
         assert (result["rows_in"], result["rows"], result["errors"]) == (ROWS, ROWS, 0)
         assert result["rows_resumed"] == len(stored) > 0
-    rows = lab.output("kill").to_pylist()
-    assert sorted(row["id"] for row in rows) == list(range(ROWS))
+    check_rows(lab, name, ROWS)
+
+
+def check_rows(lab: Lab, output: str, count: int) -> None:
+    """Each row once, with its own answer."""
+    rows = lab.output(output).to_pylist()
+    assert sorted(row["id"] for row in rows) == list(range(count))
     assert all(row["generated_text"]["content"] == f"re: {row['text']}" for row in rows)
 
 
-def test_a_killed_query_actor_is_replaced_within_the_job(lab: Lab) -> None:
+@pytest.mark.parametrize("seed", ANY_SEEDS)
+def test_a_run_killed_at_any_request_to_the_store_is_completed_by_the_next_attempt(lab: Lab, seed: int) -> None:
+    """Before the plan, while replies are stored, in the middle of the commit: no row is lost, doubled or paid twice.
+
+    The kill comes with a request that the store has not answered yet.
+    """
+    rng = random.Random(seed)
+    kind, last = KINDS[seed % len(KINDS)], rng.randint(1, MOST_REQUESTS)
+    name = f"any{seed}"
+    path = lab.write_input(name, FEW)
+    killed: list[str] = []
+    with MockEndpoint(answer) as endpoint:
+        spec = lab.spec(endpoint, path, name)
+        if kind == "driver and store":
+            faults = {f"{what}_every": rng.randint(4, 15) for what in ("slow_down", "error", "lose", "truncate")}
+            lab.store.faults.__dict__.update(faults)
+        job_id = lab.submit(spec)
+        wait_until(lambda: lab.client().get_job_info(job_id).driver_info is not None, 60)
+        driver, begun = lab.driver(job_id), len(lab.store.requests)
+
+        def kill(method: str, what: str) -> None:
+            if killed or len(lab.store.requests) - begun < last:
+                return
+            if kind == "head":
+                killed.append(f"{method} {what}")
+                lab.kill_processes()
+                return
+            if kind == "actor":
+                if not (actors := lab.query_actors()):
+                    return
+                actors[0].kill()
+            else:
+                os.kill(driver, signal.SIGKILL)
+            killed.append(f"{method} {what}")
+
+        lab.store.watch = kill
+        if kind == "head":
+            wait_until(lambda: killed or lab.is_over(job_id), 90)
+        result = None if killed and kind == "head" else lab.ended(job_id)[0]
+        lab.store.watch = lambda method, what: None
+        print(f"seed {seed}: {kind} at request {last}: {killed or 'it was over before'}")
+        if kind == "head" and killed:
+            lab.node.stop()
+            lab.node = start_head(num_cpus=CPUS)
+        wait_until(lambda: not lab.query_actors(), 30)
+        asked = [ask.text for ask in endpoint.asks]
+        assert len(asked) <= FEW * (1 + (kind == "actor"))
+        if result is None:
+            begun_commit = lab.fs.get_file_info(f"lake/out/{name}/_raylm/commit.json").is_file
+            stored = lab.stored(name)
+            result = lab.succeeded(lab.submit(spec))
+            again = [ask.text for ask in endpoint.asks[len(asked) :]]
+            finished = begun_commit or not again
+            assert sorted(again) == ([] if finished else sorted(texts(range(FEW)) - stored))
+        lab.store.faults.__dict__.update(Faults().__dict__)
+        assert (result["rows_in"], result["rows"], result["errors"]) == (FEW, FEW, 0), killed
+    check_rows(lab, name, FEW)
+    left = [entry.path for entry in storage.list_files(lab.fs, f"lake/out/{name}/_raylm", hidden=True)]
+    assert sorted(path.rpartition("/")[2] for path in left) == ["flow.json", "manifest.json"], killed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_query_actor_is_replaced_within_the_job(lab: Lab, seed: int) -> None:
     """The job goes on by itself, asks no stored row again, and `postprocess` and the size of files are as asked."""
-    rng = random.Random(SEED)
-    path = lab.write_input("actor", ROWS)
+    rng = random.Random(seed)
+    name = f"actor{seed}"
+    path = lab.write_input(name, ROWS)
     with MockEndpoint() as endpoint:
         endpoint.script = held = Held(rng.randint(60, 150))
-        job_id = lab.submit(
-            lab.spec(endpoint, path, "actor", max_rows_per_file=64, postprocess="lab_functions:keep_even")
-        )
-        wait_for_the_kill(lab, rng, held, "actor", job_id)
+        job_id = lab.submit(lab.spec(endpoint, path, name, max_rows_per_file=64, postprocess="lab_functions:keep_even"))
+        wait_for_the_kill(lab, rng, held, name, job_id)
         actors = lab.query_actors()
         assert len(actors) == 1
         endpoint.script = answer
         actors[0].kill()
-        begun, stored = len(endpoint.asks), lab.stored("actor")
+        begun, stored = len(endpoint.asks), lab.stored(name)
         result = lab.succeeded(job_id)
         again = [ask.text for ask in endpoint.asks[begun:]]
     assert sorted(again) == sorted(texts(range(ROWS)) - stored)
     assert (result["rows_in"], result["rows"], result["rows_filtered"]) == (ROWS, ROWS // 2, ROWS // 2)
-    table = lab.output("actor")
+    table = lab.output(name)
     assert sorted(table["id"].to_pylist()) == list(range(0, ROWS, 2))
     assert table["length"].to_pylist() == [len(text) for text in table["text"].to_pylist()]
     assert len(result["files"]) >= ROWS // 64
@@ -289,15 +372,33 @@ def ended(lab: Lab) -> Iterator[dict[str, Any]]:
             return refusal(401, f"Incorrect API key provided: {ask.headers['authorization']}")
         return refusal(400, "no") if ask.text in ("row 3", "row 4") else answer(ask)
 
+    lab.write_input("ids/a", 5)
+    lab.write_input("ids/b", 3)
     few, none, batch = lab.write_input("few", 40), lab.write_input("none", 0), lab.write_batch("batch", 6)
     wrong = dataclasses.replace(lab.storage, secret_access_key=lab.wrong_secret)
-    with MockEndpoint(script) as endpoint:
+    keys = lab.store.issue(3600.0)
+    token = dataclasses.replace(
+        lab.storage,
+        access_key_id=keys.access_key_id,
+        secret_access_key=keys.secret_access_key,
+        session_token=keys.session_token,
+        conn_id="lake",
+    )
+
+    def until_some_are_stored(ask: Ask) -> Answer:
+        if lab.stored("token"):
+            lab.store.expire()
+        return Answer(content=f"re: {ask.text}", delay_s=0.5)
+
+    with MockEndpoint(script) as endpoint, MockEndpoint(until_some_are_stored) as slow:
         specs = {
             "empty": lab.spec(endpoint, none, "empty"),
             "batch": lab.spec(endpoint, batch, "batch", input_format="openai_batch", prompt_col=None, max_errors=2),
-            "policy": lab.spec(endpoint, few, "policy", max_errors=1),
+            "policy": lab.spec(endpoint, few, "policy", max_errors=1, id_col="id", input_columns=("text",)),
+            "ids": lab.spec(endpoint, "oss://lake/in/ids/", "ids", id_col="id"),
             "refused": lab.spec(endpoint, few, "refused", api_key=lab.wrong_key),
             "store": lab.spec(endpoint, few, "store", storage=wrong),
+            "token": lab.spec(slow, lab.write_input("token", ROWS), "token", storage=token),
         }
         jobs = {name: lab.submit(spec) for name, spec in specs.items()}
         yield {name: (job_id, *lab.ended(job_id)) for name, job_id in jobs.items()}
@@ -331,6 +432,20 @@ def test_too_many_failed_rows_fail_the_job_and_leave_no_output(lab: Lab, ended: 
     assert not lab.fs.get_file_info("lake/out/policy/_SUCCESS").is_file
 
 
+def test_an_id_that_comes_twice_fails_the_job_before_anything_is_asked(ended: dict[str, Any]) -> None:
+    """It says how many, and shows none."""
+    assert ended["ids"][2]["type"] == "SpecError"
+    assert "0 of them have none and 3 have one that another row has" in ended["ids"][2]["message"]
+
+
+def test_a_token_that_expires_ends_the_job_with_a_sentence_and_keeps_its_rows(lab: Lab, ended: dict[str, Any]) -> None:
+    """It says what has expired and what to use instead; the replies so far are stored for the next attempt."""
+    error = ended["token"][2]
+    assert error["type"] == "StorageError"
+    assert "the session token of the connection 'lake' has expired; the finished rows are stored" in error["message"]
+    assert 0 < len(lab.stored("token")) < ROWS
+
+
 def test_keys_are_nowhere_to_be_read(lab: Lab, ended: dict[str, Any]) -> None:
     """After a full run and runs that failed over each key: not in Ray's answers, its logs, or the output folder."""
     assert ended["batch"][1] is not None
@@ -346,5 +461,6 @@ def test_keys_are_nowhere_to_be_read(lab: Lab, ended: dict[str, Any]) -> None:
     assert b"raylm.error" in texts["log of refused"]
     assert b"py_modules" in texts["info of batch"]
     keys = [lab.api_key, lab.wrong_key, lab.store.secret_access_key, lab.wrong_secret]
+    keys += [secret for given in lab.store.issued.values() for secret in (given.secret_access_key, given.session_token)]
     shown = [name for name, text in texts.items() if any(key.encode() in text for key in keys)]
     assert shown == []
