@@ -45,7 +45,7 @@ from airflow_provider_raylm.exceptions import OutputError
 from airflow_provider_raylm.ray_data import storage as store
 from airflow_provider_raylm.ray_data.sink import WrittenFile, write_parquet
 from airflow_provider_raylm.ray_data.source import UNIT_BLOCKS, unify
-from airflow_provider_raylm.spec import Manifest, StorageSpec, WriteMode, from_json
+from airflow_provider_raylm.spec import Manifest, StorageSpec, WriteMode, from_json, one_of
 
 PRIVATE = "_raylm"
 SUCCESS = "_SUCCESS"
@@ -71,6 +71,39 @@ def owner_of(labels: Mapping[str, str]) -> str:
     """Who put files there: the labels without what differs between two tries; empty without labels."""
     named = {key: value for key, value in sorted(labels.items()) if key not in _TRIES}
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16] if named else ""
+
+
+def _mapped_beside(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether two owners are different mapped tasks of one run."""
+    same = all(one.get(key) == other.get(key) for key in ("dag_id", "task_id", "run_id"))
+    return same and "map_index" in one and "map_index" in other and one["map_index"] != other["map_index"]
+
+
+def _is_inside(path: Any) -> bool:
+    """Whether a path that was read from a file stays below the folder that it is relative to."""
+    return isinstance(path, str) and path != "" and not path.startswith("/") and ".." not in path.split("/")
+
+
+def _is_manifest(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("run_id"), str):
+        return False
+    lists = value.get("files"), value.get("kept_files", [])
+    return isinstance(value.get("labels", {}), dict) and all(
+        isinstance(entries, list)
+        and all(isinstance(e, dict) and "bytes" in e and _is_inside(e.get("path")) for e in entries)
+        for entries in lists
+    )
+
+
+def _is_intent(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_inside(value.get("run"))
+        and _is_inside(value.get("staging"))
+        and isinstance(value.get("removed"), list)
+        and all(map(_is_inside, value["removed"]))
+        and _is_manifest(value.get("manifest"))
+    )
 
 
 class OutputFolder:
@@ -105,6 +138,16 @@ class OutputFolder:
         except ValueError as exc:
             raise OutputError(f"{self.name}: {PRIVATE}/{'/'.join(parts)} is damaged: {exc}") from exc
 
+    def _read_own(self, name: str, is_own: Callable[[Any], bool]) -> Any:
+        """`manifest.json` or `commit.json`, whose paths are then written and deleted; `None` when there is none."""
+        value = self.read_json(name)
+        if value is not None and not is_own(value):
+            raise OutputError(
+                f"{self.name}: {PRIVATE}/{name} is not one that this job wrote, or it names files outside the folder; "
+                "nothing was changed. Use another folder, or remove the file"
+            )
+        return value
+
     def write_json(self, value: Any, *parts: str) -> None:
         self.check()
         store.write_bytes(self.fs, self.path(PRIVATE, *parts), json.dumps(value, ensure_ascii=False).encode())
@@ -116,10 +159,12 @@ class OutputFolder:
         """Decide what becomes of what the folder holds.
 
         Raises:
+            SpecError: There is no such `write_mode`.
             OutputError: `write_mode` does not allow a run here.
         """
+        one_of("write_mode", write_mode, WriteMode)
         present = [store.relative(entry.path, self.root) for entry in store.list_files(self.fs, self.root)]
-        manifest = self.read_json("manifest.json")
+        manifest = self._read_own("manifest.json", _is_manifest)
         known: dict[str, dict[str, Any]] = {}
         if manifest is not None:
             owner = owner_of(manifest.get("labels", {}))
@@ -138,12 +183,17 @@ class OutputFolder:
                     f"{self.name}: holds {len(foreign)} files that are not of earlier runs, such as {foreign[0]!r}; "
                     "nothing was changed. 'overwrite' replaces only its own output: use an empty folder, or 'append'"
                 )
+            if manifest is not None and _mapped_beside(manifest.get("labels", {}), labels):
+                raise OutputError(
+                    f"{self.name}: another mapped task of the same run wrote here, and 'overwrite' would drop its "
+                    "rows; nothing was changed. Give each its own output_path, or use write_mode 'append'"
+                )
             return Standing(removed=tuple(known))
         mine = owner_of(labels)
         removed = tuple(path for path, entry in known.items() if mine and entry.get("owner") == mine)
         return Standing(kept=tuple(entry for path, entry in known.items() if path not in removed), removed=removed)
 
-    def commit(self, run: str, staging: str, manifest: Manifest, standing: Standing) -> None:
+    def commit(self, run: str, staging: str, manifest: Manifest, standing: Standing, *, settings: str = "") -> None:
         """Put staged files into place.
 
         Args:
@@ -151,24 +201,36 @@ class OutputFolder:
             staging: Folder of the staged files, relative to the output folder.
             manifest: Its `files` are the staged files' names.
             standing: What `standing` said before the run.
+            settings: What else the output depends on; `finish_begun` gives it back.
         """
         stored = dataclasses.asdict(dataclasses.replace(manifest, kept_files=standing.kept))
-        intent = {"run": run, "staging": staging, "removed": list(standing.removed), "manifest": stored}
+        intent = {
+            "run": run,
+            "staging": staging,
+            "removed": list(standing.removed),
+            "manifest": stored,
+            "settings": settings,
+        }
         self.write_json(intent, "commit.json")
         self._apply(intent)
 
-    def finish_begun(self) -> tuple[str, Manifest] | None:
-        """Complete a commit that an earlier attempt has begun; its run's folder and manifest, if there was one."""
-        intent = self.read_json("commit.json")
+    def finish_begun(self) -> tuple[str, str, Manifest] | None:
+        """Complete a commit that an earlier attempt has begun; its run's folder, settings and manifest, if any.
+
+        Raises:
+            OutputError: `commit.json` is not ours.
+        """
+        intent = self._read_own("commit.json", _is_intent)
         if intent is None:
             return None
         self._apply(intent)
-        return intent["run"], from_json(Manifest, json.dumps({**intent["manifest"], "kept_files": []}))
+        manifest = from_json(Manifest, json.dumps({**intent["manifest"], "kept_files": []}))
+        return intent["run"], intent.get("settings", ""), manifest
 
     def _apply(self, intent: Mapping[str, Any]) -> None:
         manifest = intent["manifest"]
         marked = self.fs.get_file_info(self.path(SUCCESS)).is_file
-        current = self.read_json("manifest.json")
+        current = self._read_own("manifest.json", _is_manifest)
         if not (marked and current is not None and current["run_id"] == manifest["run_id"]):
             self.check()
             for entry in store.list_files(self.fs, self.path(intent["staging"], RESULTS)):

@@ -37,7 +37,14 @@ from airflow_provider_raylm.exceptions import RaylmError, SpecError
 from airflow_provider_raylm.job_main import run_job, say
 from airflow_provider_raylm.ray_data import storage as store
 from airflow_provider_raylm.ray_data.batch_files import result_lines
-from airflow_provider_raylm.ray_data.commit import PRIVATE, RESULTS, OutputFolder, check_complete, settle_schema
+from airflow_provider_raylm.ray_data.commit import (
+    PRIVATE,
+    RESULTS,
+    OutputFolder,
+    check_complete,
+    owner_of,
+    settle_schema,
+)
 from airflow_provider_raylm.ray_data.ids import check_ids
 from airflow_provider_raylm.ray_data.journal import Journal
 from airflow_provider_raylm.ray_data.keeper import start_keeper
@@ -57,7 +64,7 @@ from airflow_provider_raylm.ray_data.source import (
     make_plan,
     read_counts,
 )
-from airflow_provider_raylm.spec import InputFormat, Manifest, QuerySpec
+from airflow_provider_raylm.spec import InputFormat, Manifest, QuerySpec, StorageSpec
 
 log = logging.getLogger(__name__)
 
@@ -104,12 +111,14 @@ def _run_locked(spec: QuerySpec, query: Query, output: OutputFolder) -> Manifest
     started_s = time.monotonic()
     paths = _paths(spec.input_path)
     input_format, files = list_input(paths, spec.storage, spec.input_format)
+    _check_apart(paths, spec.storage, files, output)
     fingerprint = fingerprint_of(spec, input_format, files)
+    settings = settings_of(spec)
     begun = output.finish_begun()
-    if begun is not None and begun[0] == fingerprint:
+    if begun is not None:
         say(f"an earlier attempt had asked every row; its commit to {spec.output_path} is complete now")
-        return begun[1]
-    _check_apart(files, output)
+        if spec.resume and begun[:2] == (fingerprint, settings):
+            return begun[2]
     standing = output.standing(spec.write_mode, spec.labels)
     actors = actor_count(spec.concurrency, cluster_cpus())
     plan, run_id, resumed = _take_up(spec, output, fingerprint, query, (input_format, files), actors)
@@ -170,7 +179,7 @@ def _run_locked(spec: QuerySpec, query: Query, output: OutputFolder) -> Manifest
     if input_format == "openai_batch" and {"custom_id", spec.output_col} <= set(schema.names):
         store.each(lambda file: _write_results(spec, output, staging, file.name), settled)
     output.delete_abandoned(except_run=fingerprint)
-    output.commit(fingerprint, staging, manifest, standing)
+    output.commit(fingerprint, staging, manifest, standing, settings=settings)
     say(f"committed {rows_out} rows to {spec.output_path}")
     return manifest
 
@@ -210,6 +219,26 @@ def fingerprint_of(spec: QuerySpec, input_format: str, files: Sequence[InputFile
                 "output_col",
                 "options",
                 "response_format",
+            )
+        },
+    }
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:20]
+
+
+def settings_of(spec: QuerySpec) -> str:
+    """Hash of what decides the output besides the replies: for whom it is, and what is made of them."""
+    decides = {
+        "owner": owner_of(spec.labels),
+        **{
+            name: getattr(spec, name)
+            for name in (
+                "postprocess",
+                "write_mode",
+                "on_error",
+                "max_error_rate",
+                "max_errors",
+                "max_rows_per_file",
+                "id_col",
             )
         },
     }
@@ -386,13 +415,23 @@ def _extra_columns(spec: QuerySpec, query: Query, plan: Plan) -> list[str]:
     return [] if kept is None else [name for name in plan.schema.names if name in read and name not in kept]
 
 
-def _check_apart(files: Sequence[InputFile], output: OutputFolder) -> None:
+def _check_apart(
+    paths: Sequence[str], storage: StorageSpec | None, files: Sequence[InputFile], output: OutputFolder
+) -> None:
     inside = [file.path for file in files if file.path.startswith(output.root + "/")]
     if inside:
         raise SpecError(
             f"the input file {inside[0]!r} lies in output_path {output.name!r}; a run owns its output folder, so it "
             "must be another one"
         )
+    for path in paths:
+        root = store.open_filesystem(path, storage)[1].rstrip("/")
+        below = store.relative(output.root, root)
+        if f"{output.root}/".startswith(f"{root}/") and not store.is_hidden(below):
+            raise SpecError(
+                f"output_path {output.name!r} lies in the input folder {path!r}; the next run would read its rows, so "
+                "it must be another one"
+            )
 
 
 def _lease_interval_s(spec: QuerySpec) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -10,7 +11,7 @@ import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_provider_raylm.exceptions import OutputError
+from airflow_provider_raylm.exceptions import OutputError, SpecError
 from airflow_provider_raylm.ray_data import storage
 from airflow_provider_raylm.ray_data.commit import OutputFolder, check_complete, settle_schema
 from airflow_provider_raylm.ray_data.sink import WrittenFile, write_parquet
@@ -153,14 +154,85 @@ def test_error_if_exists_refuses_any_data(tmp_path):
 
 def test_append_adds_and_a_cleared_task_replaces_only_its_own_rows(tmp_path):
     """Another DAG run adds; the same one again does not double."""
-    import dataclasses
-
     output = folder_of(tmp_path)
     for run, labels, ids in (("a", {"run": "1"}, [1]), ("b", {"run": "2"}, [2]), ("c", {"run": "1"}, [3])):
         staging, manifest = stage(output, run, ids)
         manifest = dataclasses.replace(manifest, labels=labels)
         output.commit(run, staging, manifest, output.standing("append", labels))
     assert ids_in(tmp_path) == [2, 3]
+
+
+MAPPED = {"dag_id": "d", "task_id": "t", "run_id": "r", "map_index": "0"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "change", "refused"),
+    [
+        ("overwrite", {"map_index": "1"}, True),
+        ("overwrite", {}, False),
+        ("overwrite", {"try_number": "2"}, False),
+        ("overwrite", {"run_id": "s", "map_index": "1"}, False),
+        ("overwrite", {"task_id": "u", "map_index": "1"}, False),
+        ("append", {"map_index": "1"}, False),
+    ],
+)
+def test_a_mapped_task_does_not_overwrite_the_rows_of_its_siblings(tmp_path, mode, change, refused):
+    """A retry, another run and another task may replace them; `append` keeps them."""
+    output = folder_of(tmp_path)
+    staging, manifest = stage(output, "a", [1])
+    output.commit("a", staging, dataclasses.replace(manifest, labels=MAPPED), output.standing("overwrite", MAPPED))
+    if refused:
+        with pytest.raises(OutputError, match="another mapped task of the same run"):
+            output.standing(mode, MAPPED | change)
+    else:
+        output.standing(mode, MAPPED | change)
+
+
+def test_an_unknown_write_mode_is_refused(tmp_path):
+    """It does not mean `append`."""
+    with pytest.raises(SpecError, match=r"write_mode: expected .*'append', got 'replace'"):
+        folder_of(tmp_path).standing("replace", {})
+
+
+ENTRY = {"path": "part-a.parquet", "rows": 1, "bytes": 1}
+INTENT = {
+    "run": "r",
+    "staging": "_raylm/runs/r/staging/x",
+    "removed": [],
+    "manifest": {"run_id": "r", "files": [ENTRY]},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("manifest.json", []),
+        ("manifest.json", {"a": 1}),
+        ("manifest.json", {"run_id": "r", "files": ["x"]}),
+        ("manifest.json", {"run_id": "r", "files": [], "labels": []}),
+        ("manifest.json", {"run_id": "r", "files": [ENTRY | {"path": "../a"}]}),
+        ("manifest.json", {"run_id": "r", "files": [], "kept_files": [ENTRY | {"path": "/etc/passwd"}]}),
+        ("commit.json", []),
+        ("commit.json", {"a": 1}),
+        ("commit.json", {**INTENT, "removed": ["x/../../a"]}),
+        ("commit.json", {**INTENT, "run": ".."}),
+        ("commit.json", {**INTENT, "staging": "/tmp"}),
+        ("commit.json", {**INTENT, "manifest": {"run_id": "r", "files": [ENTRY | {"path": "../a"}]}}),
+    ],
+)
+def test_files_of_others_with_our_names_are_refused(tmp_path, name, content):
+    """And a path that leads out of the folder is neither written nor deleted."""
+    output = folder_of(tmp_path / "out")
+    (tmp_path / "a").write_text("x")
+    output.write_json(content, name)
+
+    def start() -> None:
+        output.finish_begun()
+        output.standing("overwrite", {})
+
+    with pytest.raises(OutputError, match=f"_raylm/{name} is not one that this job wrote"):
+        start()
+    assert (tmp_path / "a").exists()
 
 
 def test_a_lost_lock_stops_the_commit(tmp_path):

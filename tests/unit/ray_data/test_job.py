@@ -7,10 +7,12 @@ import dataclasses
 import pytest
 import ray.exceptions
 
-from airflow_provider_raylm.exceptions import OutputError, RaylmError
+from airflow_provider_raylm.exceptions import OutputError, RaylmError, SpecError
+from airflow_provider_raylm.ray_data import job
+from airflow_provider_raylm.ray_data.commit import OutputFolder
 from airflow_provider_raylm.ray_data.job import _plain, fingerprint_of
 from airflow_provider_raylm.ray_data.source import InputFile
-from airflow_provider_raylm.spec import LeaseSpec, QuerySpec, StorageSpec
+from airflow_provider_raylm.spec import LeaseSpec, Manifest, QuerySpec, StorageSpec
 
 SPEC = QuerySpec(model="m", base_url="http://a/v1", input_path="/in", output_path="/out", prompt_col="text")
 FILES = (InputFile("/in/a.parquet", 10, 1.0),)
@@ -81,6 +83,77 @@ def test_other_input_files_are_another_run(change):
     files = (dataclasses.replace(FILES[0], **change),)
     assert fingerprint_of(SPEC, "parquet", files) != fingerprint_of(SPEC, "parquet", FILES)
     assert fingerprint_of(SPEC, "jsonl", FILES) != fingerprint_of(SPEC, "parquet", FILES)
+
+
+def interrupted(tmp_path, monkeypatch, first: QuerySpec) -> OutputFolder:
+    """An output folder with a commit of `first` that was written down and then killed."""
+    output = OutputFolder(str(tmp_path / "out"), None)
+    fingerprint = fingerprint_of(first, *job.list_input(first.input_path, None, None))
+    manifest = Manifest(
+        output_path=output.name, rows_in=0, rows=0, errors=0, prompt_tokens=0, completion_tokens=0,
+        seconds=1, rows_per_s=1, run_id="a", labels=first.labels,
+    )  # fmt: skip
+    standing = output.standing(first.write_mode, first.labels)
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "_apply", lambda intent: None)
+        output.commit(fingerprint, "_raylm/runs/x/staging/x", manifest, standing, settings=job.settings_of(first))
+    return output
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"labels": {"run_id": "1", "try_number": "2"}, "concurrency": 3, "base_url": "http://b/v1"}, True),
+        ({"labels": {"run_id": "2"}}, False),
+        ({"postprocess": "json:loads"}, False),
+        ({"resume": False}, False),
+        ({"write_mode": "append"}, False),
+        ({"max_rows_per_file": 1}, False),
+        ({"on_error": "null"}, False),
+        ({"max_errors": 1}, False),
+    ],
+)
+def test_an_interrupted_commit_is_the_answer_only_to_the_same_task(tmp_path, monkeypatch, change, taken):
+    """It is completed in any case; another run, or the same one with other settings, still has its own work to do."""
+
+    class WentOn(Exception):
+        pass
+
+    def go_on(*args, **kwargs):
+        raise WentOn
+
+    (tmp_path / "in.csv").write_text("text\na\n")
+    first = dataclasses.replace(SPEC, input_path=str(tmp_path / "in.csv"), output_path=str(tmp_path / "out"),
+                                labels={"run_id": "1"})  # fmt: skip
+    output = interrupted(tmp_path, monkeypatch, first)
+    monkeypatch.setattr(job, "_take_up", go_on)
+    monkeypatch.setattr(job, "cluster_cpus", lambda: 1)
+    second = dataclasses.replace(first, **change)
+    if taken:
+        assert job._run_locked(second, job._query(second), output).run_id == "a"
+    else:
+        with pytest.raises(WentOn):
+            job._run_locked(second, job._query(second), output)
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("in/out", "lies in the input"), ("in", "lies in output_path"), ("in/_out", None), ("in2", None)],
+)
+def test_an_output_folder_in_the_input_is_refused_at_once(tmp_path, name, words):
+    """The next run would read its rows; what a listing skips is not read."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.csv").write_text("text\na\n")
+    paths = [str(tmp_path / "in")]
+    _, files = job.list_input(paths, None, None)
+    output = OutputFolder(str(tmp_path / name), None)
+    if words is None:
+        job._check_apart(paths, None, files, output)
+    else:
+        with pytest.raises(SpecError, match=words):
+            job._check_apart(paths, None, files, output)
 
 
 def _task_error(cause: Exception) -> Exception:
