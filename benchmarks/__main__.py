@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ALL = ("sweep", "unseen", "fairness", "client_cost", "simulator_check", "offline", "peers", "plot")
+ALL = ("sweep", "unseen", "fairness", "client_cost", "plot", "peers", "simulator_check", "offline")
 RESULTS = Path(__file__).parent / "results"
 
 
