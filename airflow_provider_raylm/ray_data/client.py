@@ -22,7 +22,7 @@ from typing import Any
 import openai
 
 from airflow_provider_raylm.ray_data.errors import Fault, clean_message, fault_of_reply
-from airflow_provider_raylm.ray_data.requests import PATHS, Query, is_thinking_off
+from airflow_provider_raylm.ray_data.requests import PATHS, InvalidInput, Query, is_thinking_off
 from airflow_provider_raylm.ray_data.rows import Reply, reply_of_body
 
 # version 2 of the SDK speaks httpx, version 3 httpx2; both packages may be installed
@@ -88,6 +88,7 @@ class EndpointClient:
 
         Raises:
             Fault: There is no usable reply.
+            InvalidInput: The body is no JSON.
         """
         try:
             if stream and self._query.endpoint != "embeddings":
@@ -101,10 +102,17 @@ class EndpointClient:
             raise Fault("timeout", f"no reply within {timeout_s:.3g} s") from None
         except (httpx.HTTPError, OSError) as exc:
             raise Fault("unreachable", f"the connection failed: {_origin(exc)}") from None
+        except InvalidInput:
+            raise
+        except Exception as exc:  # a reply can be odd in more ways than anybody can list; it is its row's
+            raise Fault("invalid_reply", f"the reply cannot be read: {type(exc).__name__}", http_status=200) from None
 
     async def _send(self, body: Mapping[str, Any], *, stream: bool = False) -> Any:
         """The response to one request, read unless streamed. It has status 2xx."""
-        content = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        try:
+            content = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise InvalidInput(f"the request cannot be sent as JSON: {type(exc).__name__}") from None
         request = httpx.Request(
             "POST", self._url, headers=self._headers, content=content, extensions={"timeout": self._timeout}
         )
@@ -123,17 +131,16 @@ class EndpointClient:
 
     async def _plain(self, body: Mapping[str, Any]) -> Reply:
         response = await self._send(body)
-        try:
-            content = json.loads(response.content)
-        except ValueError:
-            raise Fault("invalid_reply", "the reply is not JSON", http_status=response.status_code) from None
-        return self._reply(content, body)
+        return self._reply(_json(response.content), body)
 
     async def _stream(self, body: Mapping[str, Any]) -> tuple[Reply, float | None]:
         sent_s = time.monotonic()
         ttft_s: float | None = None
         joined = _Joined()
         response = await self._send({**body, "stream": True, "stream_options": {"include_usage": True}}, stream=True)
+        if "text/event-stream" not in response.headers.get("content-type", ""):  # it ignores `stream`
+            async with contextlib.aclosing(response):
+                return self._reply(_json(await response.aread()), body), None
         async with contextlib.aclosing(response), contextlib.aclosing(_events(response, self._secrets)) as events:
             async for event in events:
                 if ttft_s is None and has_token(event):
@@ -166,23 +173,31 @@ def _origin(exc: BaseException) -> str:
     return type(exc).__name__
 
 
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise Fault("invalid_reply", "the reply is not JSON", http_status=200) from None
+
+
 async def _events(response: Any, secrets: Sequence[str]) -> AsyncGenerator[dict[str, Any], None]:
-    """The JSON events of a server-sent stream, until `[DONE]`."""
+    """The JSON events of a server-sent stream, until `[DONE]`, which comes as an event without anything in it."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue
         data = line[5:].strip()
         if data == "[DONE]":
+            yield {}
             return
         try:
             event = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Fault("invalid_reply", "the stream holds an event that is not JSON", http_status=200) from None
         if isinstance(event, dict) and event.get("error"):
             error = event["error"]
             text = error.get("message") if isinstance(error, dict) else error
             raise Fault("server_error", clean_message(str(text), secrets=secrets))
-        if isinstance(event, dict):
+        if isinstance(event, dict) and event:
             yield event
 
 
@@ -203,11 +218,13 @@ class _Joined:
     def __init__(self) -> None:
         self._message: dict[str, str] = {}
         self._calls: dict[int, dict[str, Any]] = {}
-        self._logprobs: list[Any] = []
+        self._logprobs: dict[str, list[Any]] = {}
         self._choice: dict[str, Any] | None = None
         self._usage: Any = None
+        self._done = False
 
     def add(self, event: Mapping[str, Any]) -> None:
+        self._done = not event
         if event.get("usage"):
             self._usage = event["usage"]
         for choice in event.get("choices") or ():
@@ -215,8 +232,9 @@ class _Joined:
                 self._choice = {}
             if choice.get("finish_reason"):
                 self._choice["finish_reason"] = choice["finish_reason"]
-            if (logprobs := choice.get("logprobs")) and logprobs.get("content"):
-                self._logprobs.extend(logprobs["content"])
+            for key, values in (choice.get("logprobs") or {}).items():  # one list for chat, several for completions
+                if isinstance(values, list):
+                    self._logprobs.setdefault(key, []).extend(values)
             delta = choice.get("delta") or {"text": choice.get("text")}
             for key in (*_TEXTS, "text"):
                 if isinstance(delta.get(key), str):
@@ -229,10 +247,13 @@ class _Joined:
         kept["id"] = call.get("id") or kept["id"]
         function = call.get("function") or {}
         for key in ("name", "arguments"):
-            kept["function"][key] += function.get(key) or ""
+            piece = function.get(key) or ""
+            kept["function"][key] += piece if isinstance(piece, str) else json.dumps(piece, ensure_ascii=False)
 
     def body(self) -> dict[str, Any]:
         if self._choice is None or "finish_reason" not in self._choice:
+            if self._done:
+                raise Fault("invalid_reply", "the stream holds no whole reply", http_status=200)
             # a server that dies in the middle ends the stream without it
             raise Fault("unreachable", "the stream ended before the reply did", http_status=200)
         message: dict[str, Any] = dict(self._message)
@@ -240,7 +261,7 @@ class _Joined:
             message["tool_calls"] = [self._calls[index] for index in sorted(self._calls)]
         choice = {**self._choice, "message": message, "text": message.pop("text", None)}
         if self._logprobs:
-            choice["logprobs"] = {"content": self._logprobs}
+            choice["logprobs"] = self._logprobs
         return {"choices": [choice], "usage": self._usage}
 
 

@@ -24,7 +24,7 @@ from airflow_provider_raylm.ray_data.contracts import Limiter, Sample
 from airflow_provider_raylm.ray_data.deadlines import Deadlines
 from airflow_provider_raylm.ray_data.errors import OUTCOME, Fault
 from airflow_provider_raylm.ray_data.policy import ErrorWatch
-from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, most_tokens
+from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, most_tokens, texts
 from airflow_provider_raylm.ray_data.retries import Attempts, backoff_s
 from airflow_provider_raylm.ray_data.rows import Reply, error_reply, with_parsed
 
@@ -72,6 +72,17 @@ class _Row:
         self.ended = False
 
 
+class _Request:
+    """One row's request, and what is read from it."""
+
+    __slots__ = ("body", "max_tokens", "texts")
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body = body
+        self.texts = texts(body)
+        self.max_tokens = most_tokens(body)
+
+
 class Engine:
     """The rows of one actor. All methods run on the loop that it is made on.
 
@@ -105,6 +116,7 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_number = 0
         self._last_answer_s = -1.0
+        self._streams = True
         self._wake = asyncio.Event()
         self._failure: BaseException | None = None
         self._pump_task = asyncio.get_running_loop().create_task(self._pump())
@@ -160,12 +172,14 @@ class Engine:
             while True:
                 row = await self._next_row()
                 try:
-                    body = row.call.body(row.index)
-                except InvalidInput as exc:
-                    self._end(row, error_reply("invalid_input", str(exc)), sent=False)
+                    request = _Request(row.call.body(row.index))
+                except RaylmError:
+                    raise
+                except Exception as exc:  # a value that Python cannot hold, a depth, half a character: the row's matter
+                    self._end(row, _not_asked(exc), sent=False)
                     continue
                 probe = await self._limiter.acquire()
-                task = loop.create_task(self._settle(row, body, probe))
+                task = loop.create_task(self._settle(row, request, probe))
                 self._tasks.add(task)
                 task.add_done_callback(partial(self._settled, row))
         except Exception as exc:
@@ -194,19 +208,21 @@ class Engine:
         if not task.cancelled() and (exc := task.exception()) is not None:
             self._fail(exc)
 
-    async def _settle(self, row: _Row, body: dict[str, Any], probe: bool) -> None:
+    async def _settle(self, row: _Row, request: _Request, probe: bool) -> None:
         """Send one row until it has a reply or has failed. Holds a slot on entry, none on return."""
         row.sent = True
         attempts = Attempts()
-        prompts = _texts(body)
-        max_tokens = most_tokens(body)
+        failed_probe = False
         while True:
             sent_s = self._clock()
+            stream = probe and self._streams and not failed_probe
             attempts.sent += 1
-            timeout_s = self._deadlines.limit_s(max_tokens, timeouts=attempts.timeouts)
+            timeout_s = self._deadlines.limit_s(request.max_tokens, timeouts=attempts.timeouts)
             sample: Sample | None = None
             try:
-                answer, ttft_s = await self._client.complete(body, timeout_s=timeout_s, stream=probe, prompts=prompts)
+                answer, ttft_s = await self._client.complete(
+                    request.body, timeout_s=timeout_s, stream=stream, prompts=request.texts
+                )
                 done_s = self._clock()
                 sample = Sample(
                     sent_s,
@@ -216,6 +232,9 @@ class Engine:
                     answer.get("completion_tokens") or 0,
                     ttft_s,
                 )
+            except InvalidInput as exc:
+                self._end(row, _not_asked(exc), sent=False)
+                return
             except Fault as exc:
                 done_s = self._clock()
                 fault = self._of_restart(exc)
@@ -237,7 +256,14 @@ class Engine:
                 return
             if fault.kind == "fatal":
                 raise TerminalEndpointError(fault.message, http_status=fault.http_status)
+            if stream and fault.kind in ("bad_request", "invalid_reply"):
+                # we streamed it, nobody asked for that: once more without, not counted, and no more of them
+                failed_probe, self._streams = True, False
+                attempts.sent -= 1
+                probe = await self._limiter.acquire()
+                continue
             if await self._has_failed(fault, attempts, sent_s):
+                self._streams = self._streams or failed_probe  # it was the row, not the streaming
                 self._end(
                     row,
                     error_reply(
@@ -305,18 +331,10 @@ class Engine:
                 call.done.set_exception(self._failure)
 
 
-def _texts(body: dict[str, Any]) -> tuple[str, ...]:
-    """What the request says, which an error message may echo."""
-    if isinstance(text := body.get("prompt", body.get("input")), str):
-        return (text,)
-    texts: list[str] = []
-    for message in body.get("messages") or ():
-        content = message.get("content")
-        if isinstance(content, str):
-            texts.append(content)
-        elif isinstance(content, list):
-            texts.extend(part["text"] for part in content if isinstance(part.get("text"), str))
-    return tuple(texts)
+def _not_asked(exc: Exception) -> Reply:
+    """The reply of a row that cannot be made into a request."""
+    says = str(exc) if isinstance(exc, InvalidInput) else f"the row cannot be made into a request: {type(exc).__name__}"
+    return error_reply("invalid_input", says)
 
 
 class EngineThread:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from airflow_provider_raylm.ray_data.contracts import Outcome
+from airflow_provider_raylm.ray_data.schema import replace_surrogates
 
 Kind = Literal["refused", "unreachable", "timeout", "server_error", "invalid_reply", "bad_request", "fatal"]
 
@@ -124,7 +125,7 @@ def retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(value).timestamp() - now_s
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
     return max(0.0, seconds) if seconds < float("inf") else None
 
@@ -137,6 +138,7 @@ def clean_message(text: str, prompts: Sequence[str] = (), *, secrets: Sequence[s
         prompts: Texts that the request sent.
         secrets: What the request was signed with; a longer one before those that are part of it.
     """
+    text = replace_surrogates(text)
     for secret in secrets:
         text = text.replace(secret, "***")
     for prompt in prompts:
@@ -151,7 +153,7 @@ def clean_message(text: str, prompts: Sequence[str] = (), *, secrets: Sequence[s
 def _error_object(text: str) -> Any:
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if isinstance(body, dict):
         return body.get("error", body)

@@ -30,6 +30,7 @@ _OURS = {
     "stream_options": "is chosen per row to measure the endpoint",
 }
 _NO_KEY = "EMPTY"
+_MOST_TOKENS = 2**31
 _REQUIRED: dict[Endpoint, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
 _CLIENT_OPTIONS = ("extra_body", "extra_headers", "extra_query", "enable_thinking", "timeout")
 _IMAGE_TYPES = (
@@ -144,15 +145,18 @@ class Query:
         if self.prompt_template is None:
             return ()
         try:
-            names = [name for _, name, _, _ in string.Formatter().parse(self.prompt_template) if name is not None]
+            fields = [field for field in string.Formatter().parse(self.prompt_template) if field[1] is not None]
         except ValueError as exc:
             raise SpecError(f"prompt_template: {exc}; write a literal brace as {{{{ or }}}}") from exc
+        names = [str(name) for _, name, _, _ in fields]
         for name in names:
-            if not name or set(name) & set(".[]\"'\n"):
+            if not name or name.isdigit() or set(name) & set(".[]\"'\n"):
                 raise SpecError(
                     f"prompt_template: {{{name}}} is not a column name; use {{column}}, and write a literal brace as "
                     "{{ or }}"
                 )
+        if any("{" in (spec or "") for _, _, spec, _ in fields):
+            raise SpecError("prompt_template: a column inside the format of another one; use {column} or {column:.2f}")
         if not names:
             raise SpecError("prompt_template names no column; write {column} where its text belongs")
         return tuple(dict.fromkeys(names))
@@ -191,6 +195,10 @@ class Query:
             json.dumps(body, allow_nan=False)
         except (TypeError, ValueError) as exc:
             raise SpecError(f"options cannot be sent as JSON: {exc}") from exc
+        try:
+            most_tokens(body)
+        except InvalidInput as exc:
+            raise SpecError(f"options: {exc}") from exc
         return body
 
     @cached_property
@@ -284,12 +292,14 @@ def _whole_request(value: Any, column: str, endpoint: Endpoint) -> dict[str, Any
         raise InvalidInput(f"column {column!r} is null")
     try:
         body = json.loads(value) if isinstance(value, (str, bytes)) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidInput(f"column {column!r}: expected a request body as JSON") from None
     if not isinstance(body, Mapping):
         raise InvalidInput(f"column {column!r}: expected a request body, got {type(body).__name__}")
     if not body.get(_REQUIRED[endpoint]):
         raise InvalidInput(f"column {column!r}: a request of {endpoint!r} needs {_REQUIRED[endpoint]!r}")
+    if endpoint == "chat" and not _are_objects(body["messages"]):
+        raise InvalidInput(f"column {column!r}: 'messages' is no list of messages")
     if (body.get("n") or 1) != 1:
         raise InvalidInput(f"column {column!r}: one reply per row is kept, the request asks for n={body['n']!r}")
     return {
@@ -299,16 +309,40 @@ def _whole_request(value: Any, column: str, endpoint: Endpoint) -> dict[str, Any
 
 def is_thinking_off(body: Mapping[str, Any]) -> bool:
     """The request turns thinking off, in the server's way or in the hosted API's."""
-    template = body.get("chat_template_kwargs") or {}
+    template = body.get("chat_template_kwargs")
+    template = template if isinstance(template, Mapping) else {}
     return template.get("enable_thinking", body.get("enable_thinking")) is False
 
 
 def most_tokens(body: Mapping[str, Any]) -> int | None:
-    """Most tokens that the reply to a request can have; `None` when the server decides."""
+    """Most tokens that the reply to a request can have; `None` when the server decides.
+
+    Raises:
+        InvalidInput: It is no number.
+    """
     if "input" in body:
         return 1
     value = body.get("max_completion_tokens") or body.get("max_tokens")
-    return int(value) if value else None
+    try:
+        return min(int(value), _MOST_TOKENS) if value else None
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidInput("max_tokens: expected a number") from None
+
+
+def texts(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a request says, which an error message may echo."""
+    if isinstance(text := body.get("prompt", body.get("input")), str):
+        return (text,)
+    found: list[Any] = []
+    for message in body.get("messages") or ():
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        found += [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return tuple(text for text in found if isinstance(text, str))
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def _no_userinfo(url: Any) -> str:
@@ -353,7 +387,7 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
     if isinstance(value, (str, bytes)):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InvalidInput(f"column {column!r}: expected a list of messages or its JSON, got other text") from None
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -369,7 +403,7 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
         messages.append(kept)
     try:
         json.dumps(messages, ensure_ascii=False, allow_nan=False).encode("utf-8")
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise InvalidInput(f"column {column!r}: its messages hold a value that JSON cannot carry") from None
     return messages
 

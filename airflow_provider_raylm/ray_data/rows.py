@@ -50,7 +50,7 @@ def error_reply(
         "attempts": attempts,
         "latency_s": latency_s if answer is None else answer.get("latency_s"),
         "status": "error",
-        "error": {"type": error_type, "message": message, "http_status": http_status},
+        "error": {"type": error_type, "message": replace_surrogates(message), "http_status": http_status},
     }
 
 
@@ -76,11 +76,11 @@ def reply_of_body(body: Any, endpoint: Endpoint, *, thinking_off: bool = False) 
         vector = item.get("embedding")
         if not isinstance(vector, list) or not vector or not all(isinstance(x, (int, float)) for x in vector):
             raise Fault("invalid_reply", "the reply holds no embedding", http_status=200)
-        return {**reply, "embedding": vector, "completion_tokens": reply["completion_tokens"] or 0}
+        return {**reply, "embedding": [float(x) for x in vector], "completion_tokens": reply["completion_tokens"] or 0}
     choice = _first(body.get("choices"), "choices")
     reply["finish_reason"] = _text(choice.get("finish_reason"))
     if choice.get("logprobs") is not None:
-        reply["logprobs"] = json.dumps(choice["logprobs"], ensure_ascii=False)
+        reply["logprobs"] = _json(choice["logprobs"])
     if endpoint == "completions":
         if not isinstance(choice.get("text"), str):
             raise Fault("invalid_reply", "the reply's choice has no text", http_status=200)
@@ -125,7 +125,14 @@ def _text(value: Any) -> str | None:
 
 
 def _count(value: Any) -> int | None:
-    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """A count that fits its column; whatever else a server says is not known."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if type(value) is int and 0 <= value < 2**63 else None
+
+
+def _json(value: Any) -> str:
+    return replace_surrogates(json.dumps(value, ensure_ascii=False))
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
@@ -140,7 +147,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
                 {
                     "id": _text(call.get("id")),
                     "name": _text(function.get("name")),
-                    "arguments": _text(arguments) or json.dumps(arguments, ensure_ascii=False),
+                    "arguments": replace_surrogates(arguments) if isinstance(arguments, str) else _json(arguments),
                 }
             )
     return kept or None

@@ -17,6 +17,7 @@ from airflow_provider_raylm.ray_data.client import EndpointClient
 from airflow_provider_raylm.ray_data.engine import Engine
 from airflow_provider_raylm.ray_data.errors import Fault
 from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, Secret
+from airflow_provider_raylm.ray_data.rows import reply_column
 from tests.support.fixed_limiter import FixedLimiter
 from tests.support.mock_endpoint import Answer, Ask, MockEndpoint, refusal
 
@@ -44,7 +45,7 @@ class Bench:
 
     def __init__(self, endpoint: MockEndpoint, /, limit: int = 8, *, stream: bool = False, **arguments: Any) -> None:
         arguments.setdefault("base_url", endpoint.base_url)
-        if "messages_col" not in arguments:
+        if not {"messages_col", "body_col"} & set(arguments):
             arguments.setdefault("prompt_col", "text")
         self.query = Query(model="m", **arguments)
         self.limiter = FixedLimiter(limit, stream=stream)
@@ -547,11 +548,11 @@ async def test_an_error_of_our_own_is_not_swallowed(endpoint: MockEndpoint) -> N
     """A programming error ends the job instead of hanging it."""
     async with bench(endpoint, lambda ask: Answer()) as it:
 
-        def body(index: int) -> dict[str, Any]:
+        def keep(index: int, reply: dict[str, Any]) -> None:
             raise ZeroDivisionError("ours")
 
         with pytest.raises(ZeroDivisionError):
-            await it.engine.answer(3, body)
+            await it.engine.answer(3, lambda i: it.query.body({"text": "x"}), on_reply=keep)
 
 
 def test_the_thread_answers_callers_that_block(endpoint: MockEndpoint) -> None:
@@ -616,3 +617,178 @@ async def test_what_a_request_is_signed_with_is_in_no_error(
     for part in (secret, secret[:8]):
         assert part not in caught.value.message
         assert part not in str(caught.value)
+
+
+CHAT = '{"messages": [{"role": "user", "content": "x"}]'
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"messages": "hi"}',
+        '{"messages": ["hi"]}',
+        CHAT + ', "max_tokens": "many"}',
+        CHAT + ', "max_tokens": [1]}',
+        CHAT + ', "max_tokens": 1e999}',
+        CHAT + ', "temperature": NaN}',
+        '{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+        '{"messages": ' + "[" * 100_000,
+        {"messages": [{"role": "user", "content": b"x"}]},
+    ],
+)
+async def test_a_request_that_cannot_be_sent_is_its_rows_error(endpoint: MockEndpoint, value: Any) -> None:
+    """Whatever a batch file holds, the rows beside it are answered."""
+    async with bench(endpoint, lambda ask: Answer(content="fine"), prompt_col=None, body_col="body") as it:
+        first, bad, last = await it.ask(CHAT + "}", value, CHAT + "}")
+        assert (first, last) == (OK, OK)
+        assert (bad["error"]["type"], bad["attempts"]) == ("invalid_input", 0)
+
+
+@pytest.mark.parametrize(
+    "value", ['{"messages": [{"role": "user", "content": ["bad"]}]}', CHAT + ', "chat_template_kwargs": "x"}']
+)
+async def test_a_request_that_may_be_right_is_the_servers_to_judge(endpoint: MockEndpoint, value: str) -> None:
+    """It is JSON of a known form; servers differ in what they take."""
+
+    def script(ask: Ask) -> Answer:
+        return refusal(400) if "bad" in ask.text or "chat_template_kwargs" in ask.body else Answer(content="fine")
+
+    endpoint_text = "tests.support.mock_endpoint._text"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoint_text, lambda body: json.dumps(body["messages"]))
+        async with bench(endpoint, script, prompt_col=None, body_col="body") as it:
+            assert await it.ask(CHAT + "}", value) == [OK, row_error("bad_request", "no", 400, 1)]
+
+
+@pytest.mark.parametrize(
+    "error", [UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), OverflowError(), KeyError("Mars/Base"), RecursionError()]
+)
+async def test_a_value_that_python_cannot_hold_is_its_rows_error(endpoint: MockEndpoint, error: Exception) -> None:
+    """Reading a cell can fail in Arrow, in dates, in time zones; the message shows no value."""
+    async with bench(endpoint, lambda ask: Answer(content="fine")) as it:
+
+        def body(index: int) -> dict[str, Any]:
+            if index == 1:
+                raise error
+            return it.query.body({"text": "x"})
+
+        replies = [_comparable(reply) for reply in await it.engine.answer(3, body)]
+        says = f"the row cannot be made into a request: {type(error).__name__}"
+        assert replies == [OK, row_error("invalid_input", says, None, 0), OK]
+
+
+def reply(message: str = '{"content": "x"}', more: str = "", usage: str = '{"prompt_tokens": 5}') -> str:
+    return f'{{"choices": [{{"finish_reason": "stop", "message": {message}{more}}}], "usage": {usage}}}'
+
+
+CALL = '{"tool_calls": [{"id": "\\ud83d", "function": {"name": "f", "arguments": %s}}]}'
+FORM = {"response_format": "a STRING, n BIGINT, m MAP<STRING, STRING>"}
+CALLED = {"id": "\ufffd", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "arguments", "expected"),
+    [
+        (reply(usage='{"prompt_tokens": NaN}'), {}, {"prompt_tokens": None}),
+        (reply(usage='{"prompt_tokens": 1e30, "completion_tokens": -1}'), {}, {"prompt_tokens": None}),
+        (reply(usage='{"prompt_tokens": 1.5, "completion_tokens": 2.0}'), {}, {"completion_tokens": 2}),
+        (reply(more=', "logprobs": {"content": ["\\ud83d"]}'), {"options": {"logprobs": True}}, {"content": "x"}),
+        (reply(CALL % '{"a": "\\ud83d"}'), {}, {"tool_calls": [{**CALLED, "arguments": '{"a": "\ufffd"}'}]}),
+        (reply(CALL % '""'), {}, {"tool_calls": [{**CALLED, "arguments": ""}]}),
+        (reply(CALL % ("[" * 900 + "]" * 900)), {}, {}),
+        ("[" * 200_000, {}, {"status": "error"}),
+        (reply(json.dumps({"content": "[" * 1500 + "]" * 1500})), FORM, {"status": "error"}),
+        (reply('{"content": "{\\"n\\": 1e999}"}'), FORM, {"status": "error"}),
+        (
+            reply(json.dumps({"content": json.dumps({"a": "x", "n": 1, "m": {"\ud83d": "a"}})})),
+            FORM,
+            {"parsed": {"a": "x", "n": 1, "m": [("\ufffd", "a")]}},
+        ),
+        ('{"data": [{"embedding": [16777217, 1]}]}', {"endpoint": "embeddings"}, {"embedding": [16777216.0, 1.0]}),
+        ('{"data": [{"embedding": [1%s]}]}' % ("0" * 400), {"endpoint": "embeddings"}, {"status": "error"}),
+        ('{"data": [{"embedding": ["a"]}]}', {"endpoint": "embeddings"}, {"status": "error"}),
+    ],
+)  # fmt: skip
+async def test_an_odd_reply_is_its_rows_matter(
+    endpoint: MockEndpoint, raw: str, arguments: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """The row has an answer or an error that can be stored; its neighbours are answered."""
+    good = {"content": '{"a": "x", "n": 1, "m": {}}'}
+    script = lambda ask: Answer(raw=raw) if ask.text == "odd" else Answer(**good)  # noqa: E731
+    async with bench(endpoint, script, **arguments) as it:
+        replies = await it.engine.answer(3, lambda i: it.query.body({"text": ("a", "odd", "b")[i]}))
+        rows = reply_column(replies, it.query).to_pylist()
+        assert [rows[0]["status"], rows[2]["status"]] == ["ok", "ok"]
+        assert {key: rows[1][key] for key in expected} == expected
+        json.dumps([reply for _, reply in it.kept], ensure_ascii=False).encode()
+
+
+async def test_half_a_character_in_an_error_can_be_stored(endpoint: MockEndpoint) -> None:
+    """The server's words are text."""
+    script = lambda ask: Answer(raw='{"error": {"message": "bad \\ud83d"}}', status=400)  # noqa: E731
+    async with bench(endpoint, script) as it:
+        assert await it.ask("x") == [row_error("bad_request", "bad \ufffd", 400, 1)]
+
+
+def events(*texts: str) -> Answer:
+    return Answer(raw="".join(f"data: {text}\n\n" for text in texts), headers=SSE)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        refusal(400, "stream is not supported"),
+        refusal(422, "stream_options: extra fields not permitted"),
+        Answer(raw="<html>"),
+        Answer(raw="<html>", headers={"content-type": "text/html"}),
+        events('{"choices": [null]}', "[DONE]"),
+        events('{"choices": [{"delta": "x"}]}', "[DONE]"),
+        events('{"choices": [{"delta": {"tool_calls": [null]}}]}', "[DONE]"),
+        events('{"choices": [{"delta": {"content": "a"}, "logprobs": [1]}]}', "[DONE]"),
+        events("[1]", "[DONE]"),
+        events("[" * 100_000, "[DONE]"),
+        events('{"choices": [{"delta": {"content": "a"}}]}', "[DONE]"),
+    ],
+)
+async def test_a_server_that_cannot_stream_is_asked_without(endpoint: MockEndpoint, answer: Answer) -> None:
+    """The probe was our wish: it costs the row nothing, and the actor sends no more of them."""
+    script = lambda ask: answer if ask.body.get("stream") else Answer(content="fine")  # noqa: E731
+    async with bench(endpoint, script, limit=1, stream=True, max_attempts=1) as it:
+        assert await it.ask(*range(5)) == [OK] * 5
+        assert [bool(ask.body.get("stream")) for ask in endpoint.asks] == [True] + [False] * 5
+        assert not it.sleeps
+
+
+async def test_a_server_that_does_not_heed_stream_is_understood(endpoint: MockEndpoint) -> None:
+    """It answers as a plain request would get it."""
+    script = lambda ask: Answer(raw=reply(), headers={"content-type": "application/json"})  # noqa: E731
+    async with bench(endpoint, script, stream=True) as it:
+        assert await it.ask("x") == [{**OK, "content": "x", "completion_tokens": None}]
+        assert len(endpoint.asks) == 1
+
+
+async def test_a_bad_row_does_not_end_the_probes(endpoint: MockEndpoint) -> None:
+    """What is refused without streaming too was not refused for it."""
+    script = lambda ask: refusal(400) if ask.text == "bad" else Answer(content="fine")  # noqa: E731
+    async with bench(endpoint, script, limit=1, stream=True) as it:
+        assert await it.ask("bad") == [row_error("bad_request", "no", 400, 1)]
+        assert await it.ask("x") == [OK]
+        assert [bool(ask.body.get("stream")) for ask in endpoint.asks] == [True, False, True]
+
+
+async def test_logprobs_are_the_same_streamed_or_not(endpoint: MockEndpoint) -> None:
+    """Completions have several lists, chat has one."""
+    pieces = [
+        {"text": text, "logprobs": {"tokens": [text], "token_logprobs": [-1.0], "text_offset": [at]}}
+        for at, text in enumerate("ab")
+    ]
+    pieces[-1]["finish_reason"] = "stop"
+    answer = events(*(json.dumps({"choices": [piece]}) for piece in pieces), "[DONE]")
+    async with bench(endpoint, lambda ask: answer, stream=True, endpoint="completions", options={"logprobs": 1}) as it:
+        [row] = await it.ask("x")
+        assert row["content"] == "ab"
+        assert json.loads(row["logprobs"]) == {
+            "tokens": ["a", "b"],
+            "token_logprobs": [-1.0, -1.0],
+            "text_offset": [0, 1],
+        }

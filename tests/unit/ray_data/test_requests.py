@@ -93,7 +93,7 @@ def test_template_row_that_does_not_fit_is_refused(row: dict[str, Any], says: st
     assert str(caught.value) == says
 
 
-@pytest.mark.parametrize("template", ["no column", "{}", "{0.__class__}", "{a[0]}", "{open"])
+@pytest.mark.parametrize("template", ["no column", "{}", "{0}", "{0.__class__}", "{a[0]}", "{a:{b}}", "{open"])
 def test_template_with_anything_but_columns_is_refused(template: str) -> None:
     """Only plain column names may stand in braces."""
     with pytest.raises(SpecError, match="prompt_template"):
