@@ -28,7 +28,7 @@ class Sample:
         outcome: See `Outcome`.
         prompt_tokens, completion_tokens: As the server reported; 0 when it did not.
         ttft_s: Seconds to the first streamed token; `None` when not streamed.
-        retry_after_s: What a `dropped` reply asked for, in seconds.
+        retry_after_s: What a `dropped` reply asked for, in seconds, in which the limiter lets nothing start.
     """
 
     sent_s: float

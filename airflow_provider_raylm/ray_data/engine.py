@@ -238,7 +238,7 @@ class Engine:
             except Fault as exc:
                 done_s = self._clock()
                 fault = self._of_restart(exc)
-                sample = Sample(sent_s, done_s, OUTCOME[fault.kind], retry_after_s=fault.retry_after_s)
+                sample = Sample(sent_s, done_s, OUTCOME[fault.kind], retry_after_s=self._bounded(fault.retry_after_s))
             finally:
                 # before any back-off, and whatever happened
                 self._limiter.release(sample or Sample(sent_s, self._clock(), "ignore"))
@@ -275,9 +275,13 @@ class Engine:
                     ),
                 )
                 return
-            wait_s = backoff_s(attempts.failures)
-            await self._sleep(wait_s if fault.retry_after_s is None else fault.retry_after_s + wait_s)
+            # the limiter waits out `Retry-After`: it is for all rows, and who waits there hears of a stall
+            await self._sleep(min(backoff_s(attempts.failures), self._query.stall_timeout_s))
             probe = await self._limiter.acquire()
+
+    def _bounded(self, retry_after_s: float | None) -> float | None:
+        """Seconds to leave the endpoint alone: what it asked for, however long, but no longer than the stall limit."""
+        return None if retry_after_s is None else min(retry_after_s, self._query.stall_timeout_s)
 
     def _of_restart(self, fault: Fault) -> Fault:
         """A URL or a model that has answered before and is gone now is being restarted; the limiter waits for it."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 from airflow_provider_raylm.exceptions import SpecError
 from airflow_provider_raylm.ray_data.schema import ReplyFormat
@@ -102,6 +103,15 @@ class Query:
             raise SpecError(f"model: expected the id the endpoint serves, got {self.model!r}")
         if not str(self.base_url).startswith(("http://", "https://")):
             raise SpecError(f"base_url: expected http:// or https://, got {_no_userinfo(self.base_url)!r}")
+        try:
+            named = urlsplit(self.base_url).username is not None
+        except ValueError as exc:
+            raise SpecError(f"base_url: {exc}") from None
+        if named:
+            raise SpecError(f"base_url: names a user before {_no_userinfo(self.base_url)!r}; a key goes into api_key")
+        object.__setattr__(self, "api_key", Secret(self.api_key.reveal().strip() or _NO_KEY))
+        if not (self.api_key.reveal().isascii() and self.api_key.reveal().isprintable()):
+            raise SpecError("api_key: holds a character that no HTTP header can carry")
         if self.endpoint not in PATHS:
             raise SpecError(f"endpoint: expected one of {sorted(PATHS)}, got {self.endpoint!r}")
         if self.on_error not in ("raise", "keep", "null"):
@@ -204,7 +214,14 @@ class Query:
     @cached_property
     def headers(self) -> dict[str, str]:
         """Headers of every request, besides the key."""
-        return {str(k): str(v) for k, v in (self.options.get("extra_headers") or {}).items()}
+        given = self.options.get("extra_headers") or {}
+        if not isinstance(given, Mapping):
+            raise SpecError(f"options['extra_headers']: expected an object, got {type(given).__name__}")
+        headers = {str(k): str(v).strip() for k, v in given.items()}
+        for name, value in headers.items():
+            if not (value.isascii() and value.isprintable()):
+                raise SpecError(f"options['extra_headers'][{name!r}]: holds a character that no HTTP header can carry")
+        return headers
 
     @cached_property
     def secrets(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from airflow_provider_raylm.ray_data import engine as engine_module
 from airflow_provider_raylm.ray_data.client import EndpointClient
 from airflow_provider_raylm.ray_data.engine import Engine
 from airflow_provider_raylm.ray_data.errors import Fault
+from airflow_provider_raylm.ray_data.limiter import LocalLimiter
 from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, Secret
 from airflow_provider_raylm.ray_data.rows import reply_column
 from tests.support.fixed_limiter import FixedLimiter
@@ -261,15 +262,32 @@ async def test_a_passing_failure_is_retried_until_it_passes(endpoint: MockEndpoi
         assert await it.ask("x") == [{**OK, "attempts": 3}]
 
 
-async def test_retry_after_is_waited_out_in_full(endpoint: MockEndpoint) -> None:
-    """Also above two minutes; it reaches flow control, and the slot is free meanwhile."""
-    script = lambda ask: refusal(429, retry_after="300") if ask.attempt == 1 else Answer(content="fine")  # noqa: E731
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [("300", 300.0), ("10000", 900.0), ("1e300", 900.0), ("Fri, 31 Dec 9999 23:59:59 GMT", 900.0), ("soon", None)],
+)
+async def test_retry_after_is_for_the_limiter_to_wait_out(
+    endpoint: MockEndpoint, asked: str, seconds: float | None
+) -> None:
+    """In full above two minutes too, up to the stall limit; the row itself only backs off, without a slot."""
+    script = lambda ask: refusal(429, retry_after=asked) if ask.attempt == 1 else Answer(content="fine")  # noqa: E731
     async with bench(endpoint, script) as it:
         assert await it.ask("x") == [{**OK, "attempts": 2}]
         assert len(it.sleeps) == 1
-        assert 300 <= it.sleeps[0] <= 331
-        assert it.limiter.samples[0].retry_after_s == 300
+        assert it.sleeps[0] <= 30
+        assert it.limiter.samples[0].retry_after_s == seconds
         assert it.outcomes == ["dropped", "success"]
+
+
+async def test_no_retry_after_is_longer_than_the_stall_limit(endpoint: MockEndpoint) -> None:
+    """With the real limiter: an endpoint that sends everybody away for hours is a stall."""
+    endpoint.script = lambda ask: refusal(429, retry_after="10000")
+    query = Query(model="m", base_url=endpoint.base_url, prompt_col="text", stall_timeout_s=0.2)
+    limiter = LocalLimiter(base_url=query.base_url, model="m", stall_timeout_s=0.2, read_metrics=False)
+    engine = Engine(query, EndpointClient(query, connections=4), limiter)
+    with pytest.raises(TransientEndpointError, match="has answered no request"):
+        await asyncio.wait_for(engine.answer(2, lambda i: query.body({"text": str(i)})), 20)
+    await engine.close()
 
 
 async def test_refusals_do_not_count_as_attempts(endpoint: MockEndpoint) -> None:

@@ -271,3 +271,28 @@ def test_the_key_shows_itself_to_nobody_who_only_prints() -> None:
     assert "planted" not in repr(asked)
     assert "planted" not in str(dataclasses.asdict(asked))
     assert pickle.loads(pickle.dumps(asked)).api_key.reveal() == "sk-planted"
+
+
+@pytest.mark.parametrize(("given", "sent"), [("sk-a\n", "sk-a"), ("  sk-a ", "sk-a"), ("", "EMPTY"), (" \n", "EMPTY")])
+def test_a_key_is_sent_without_the_space_around_it(given: str, sent: str) -> None:
+    """A key from a file ends in a newline; none at all is what local servers expect."""
+    assert query(prompt_col="text", api_key=Secret(given)).api_key.reveal() == sent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"base_url": "http://user:pw-secret@h/v1"}, "a key goes into api_key"),
+        ({"base_url": "http://[::1/v1"}, "base_url: "),
+        ({"api_key": Secret("sk-密钥-secret")}, "api_key: holds a character"),
+        ({"api_key": Secret("sk-\nsecret")}, "api_key: holds a character"),
+        ({"options": {"extra_headers": {"X-A": "密钥-secret"}}}, "extra_headers'.*'X-A'.*holds a character"),
+        ({"options": {"extra_headers": ["secret"]}}, "extra_headers'.*: expected an object, got list"),
+        ({"options": {"max_tokens": "secret"}}, "options: max_tokens: expected a number"),
+    ],
+)
+def test_a_secret_where_it_cannot_be_sent_is_refused_without_it(arguments: dict[str, Any], says: str) -> None:
+    """Before anything is sent, with the place and not the value."""
+    with pytest.raises(SpecError, match=says) as caught:
+        query(prompt_col="text", **arguments)
+    assert "secret" not in str(caught.value)
