@@ -49,7 +49,7 @@ class RayNode:
     temp_dir: Path
     owns_temp_dir: bool = True
 
-    def stop(self, *, timeout_s: float = 10.0) -> None:
+    def stop(self, *, timeout_s: float = 3.0) -> None:
         """End this node's processes by their process group, and remove its temp folder."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)  # `ray start --block` ends what it started

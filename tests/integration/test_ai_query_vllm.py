@@ -69,6 +69,7 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     env = {
         **os.environ,
+        "TORCHDYNAMO_DISABLE": "1",  # the first answer would wait for a compiler
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
