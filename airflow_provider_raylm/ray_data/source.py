@@ -11,10 +11,11 @@ How many rows were read is proven, not assumed: each unit leaves its count in th
 the end, and the commit compares the written rows with it.
 
 Columns: Parquet files with different schemas are read as their union when that loses nothing (a missing column
-becomes null, integers and floats widen); anything else is refused with both files named. JSON Lines and CSV types
-are inferred from all of the text up to `SCAN_BYTES`, from the head of every file beyond. Folders `key=value`
-*below* the input path become string columns, as Spark and Ray read them; those that are part of the input path
-itself do not.
+becomes null, integers and floats widen, integers beside floats become floats); anything else is refused with both
+files named. JSON Lines and CSV types are inferred from all of the text up to `SCAN_BYTES`, from the head of every file
+beyond. In CSV only an empty cell without quotes is null. Folders `key=value` *below* the input path become string
+columns, as Spark and Ray read them; those that are part of the input path itself do not, and where a file has a column
+of that name, the file's values count.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ import json
 import math
 import os
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.fs as pafs
 import pyarrow.json as pa_json
@@ -55,6 +57,8 @@ MIN_UNIT_BYTES, MAX_UNIT_BYTES = 2**16, 32 * 2**20
 SCAN_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**20
 _READ_BYTES = 4 * 2**20
+_CSV_BLOCK_BYTES = (_READ_BYTES, 2**26, 2**30)
+"""A row must fit into a block, and blocks take memory: the next size is for files in which one does not."""
 _MAX_CUTS_PER_ROW_GROUP = 8  # each cut decodes its row group from the start
 
 _SUFFIXES: dict[str, InputFormat] = {
@@ -253,6 +257,12 @@ def make_plan(
     if columns is not None:
         check_columns(columns, schema)
         schema = pa.schema([schema.field(name) for name in columns])
+    for field in schema:
+        if "struct<>" in str(field.type):
+            raise SpecError(
+                f"the input's column {field.name!r} holds empty objects only ({{}}), which Parquet cannot store; name "
+                "the other columns in input_columns"
+            )
     return Plan(input_format, files, units, schema)
 
 
@@ -299,7 +309,7 @@ def unify(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
             twice = next(name for name in schema.names if schema.names.count(name) > 1)
             raise SpecError(f"input file {path!r} has the column {twice!r} twice")
         for field in schema:
-            kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+            kind = _without_views(field.type.value_type if pa.types.is_dictionary(field.type) else field.type)
             if field.name not in fields:
                 fields[field.name] = (kind, path)
                 continue
@@ -320,12 +330,22 @@ def unify(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 
 def _join_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     types = pa.types
+    if a.equals(b):
+        return a
+    if types.is_list(a) and types.is_list(b):
+        value = _join_types(a.value_type, b.value_type)
+        return None if value is None else pa.list_(value)
+    if types.is_struct(a) and types.is_struct(b):
+        fields = {field.name: field.type for field in a}
+        for field in b:
+            joined = _join_types(fields.get(field.name, field.type), field.type)
+            if joined is None:
+                return None
+            fields[field.name] = joined
+        return pa.struct(list(fields.items()))
     if types.is_nested(a) or types.is_nested(b) or types.is_null(a) or types.is_null(b):
         option = "default"  # only nulls and missing fields of structs
-    elif any(
-        kind(a) and kind(b)
-        for kind in (types.is_integer, types.is_floating, types.is_decimal, _is_text, _is_bytes, _is_time)
-    ):
+    elif any(kind(a) and kind(b) for kind in (_is_number, types.is_decimal, _is_text, _is_bytes, _is_time)):
         option = "permissive"
     else:
         return None
@@ -334,6 +354,10 @@ def _join_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         return pa.unify_schemas([left, right], promote_options=option).field("x").type
     except (pa.ArrowTypeError, pa.ArrowInvalid):
         return None
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -436,30 +460,58 @@ def _settled(schema: pa.Schema) -> pa.Schema:
 
 
 def _without_times(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_timestamp(kind):
-        return pa.string()
+    return _rebuilt(kind, lambda leaf: pa.string() if pa.types.is_timestamp(leaf) else leaf)
+
+
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    """Views of text and bytes, which Parquet files of other tools bring along, as text and bytes."""
+    if "_view" not in str(kind):
+        return kind
+    return _rebuilt(kind, lambda leaf: {"string_view": pa.string(), "binary_view": pa.binary()}.get(str(leaf), leaf))
+
+
+def _rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(f.name, _without_times(f.type)) for f in kind])
+        return pa.struct([pa.field(f.name, _rebuilt(f.type, change)) for f in kind])
     if pa.types.is_list(kind):
-        return pa.list_(_without_times(kind.value_type))
-    return kind
+        return pa.list_(_rebuilt(kind.value_type, change))
+    return change(kind)
 
 
 def _csv_schema(fs: Any, file: InputFile, limit: int | None, text_columns: Sequence[str]) -> pa.Schema:
-    convert = pa_csv.ConvertOptions(column_types={name: pa.string() for name in text_columns}, strings_can_be_null=True)
-    with fs.open_input_stream(file.path, compression=_codec(file.path)) as stream:
-        try:
-            if limit is None:
-                data: Any = stream
-            else:
-                head = stream.read(limit)
-                data = io.BytesIO(head[: head.rfind(b"\n") + 1] or head)
-            return pa_csv.read_csv(data, parse_options=_CSV_PARSE, convert_options=convert).schema
-        except pa.ArrowInvalid as exc:
-            raise SpecError(f"input file {file.path!r}: {exc}") from exc
+    types = {name: pa.string() for name in text_columns}
+    for block_size in _CSV_BLOCK_BYTES:
+        with fs.open_input_stream(file.path, compression=_codec(file.path)) as stream:
+            try:
+                if limit is None:
+                    return pa_csv.read_csv(stream, **_csv_options(block_size, types)).schema
+                with pa_csv.open_csv(stream, **_csv_options(block_size, types)) as reader:
+                    return reader.schema  # its types are those of the first block
+            except pa.ArrowInvalid as exc:
+                error = _csv_error(file, exc)
+                if not _is_cut(exc):
+                    raise error from exc
+    raise error
 
 
-_CSV_PARSE = pa_csv.ParseOptions(newlines_in_values=True)
+def _csv_options(block_size: int, types: dict[str, pa.DataType]) -> dict[str, Any]:
+    return {
+        "read_options": pa_csv.ReadOptions(block_size=block_size),
+        "parse_options": pa_csv.ParseOptions(newlines_in_values=True),
+        "convert_options": pa_csv.ConvertOptions(
+            column_types=types, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
+        ),
+    }
+
+
+def _is_cut(exc: pa.ArrowInvalid) -> bool:
+    """Whether a row did not fit into a block."""
+    return "straddl" in str(exc)
+
+
+def _csv_error(file: InputFile, exc: pa.ArrowInvalid) -> SpecError:
+    words = f"a row is larger than {_CSV_BLOCK_BYTES[-1]} bytes" if _is_cut(exc) else exc
+    return SpecError(f"input file {file.path!r}: {words}")
 
 
 class PlannedSource(Datasource):  # type: ignore[misc]  # Ray is not typed
@@ -592,28 +644,27 @@ def _read_piece(fs: Any, file: InputFile, piece: Piece, input_format: str, schem
     elif input_format == "openai_batch":
         tables = (_read_batch_lines(chunk, file) for chunk in _line_chunks(fs, file, piece.start, piece.stop))
     else:
-        keys = {name for name, _ in file.keys}
-        in_file = pa.schema([field for field in schema if field.name not in keys])
-        tables = (_read_json(chunk, in_file, file) for chunk in _line_chunks(fs, file, piece.start, piece.stop))
+        tables = (_read_json(chunk, schema, file) for chunk in _line_chunks(fs, file, piece.start, piece.stop))
     for table in tables:
         if table.num_rows:
-            yield _conform(table, schema, file)
+            # each line of JSON has its own columns: one without a folder's column takes the folder's value
+            yield _conform(table, schema, file, fill=input_format == "jsonl")
 
 
-def _conform(table: pa.Table, schema: pa.Schema, file: InputFile) -> pa.Table:
+def _conform(table: pa.Table, schema: pa.Schema, file: InputFile, *, fill: bool) -> pa.Table:
     keys = dict(file.keys)
     columns = []
     for field in schema:
-        if field.name in table.column_names:
-            column = table.column(field.name)
-            if not column.type.equals(field.type):
-                try:
-                    column = column.cast(field.type)
-                except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as exc:
-                    raise SpecError(f"input file {file.path!r}, column {field.name!r}: {exc}") from exc
-        else:
-            column = pa.repeat(pa.scalar(keys.get(field.name), field.type), table.num_rows)
-        columns.append(column)
+        own = table.column(field.name) if field.name in table.column_names else None
+        try:
+            if own is not None and not own.type.equals(field.type):
+                own = own.cast(field.type)
+            if own is None or (fill and own.null_count and field.name in keys):
+                folder = pa.scalar(keys.get(field.name), pa.string()).cast(field.type)
+                own = pa.repeat(folder, table.num_rows) if own is None else pc.coalesce(own, folder)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as exc:
+            raise SpecError(f"input file {file.path!r}, column {field.name!r}: {exc}") from exc
+        columns.append(own)
     if not columns:
         raise SpecError("input_columns is empty: a row needs at least the prompt's column")
     return pa.Table.from_arrays(columns, schema=schema)
@@ -647,17 +698,24 @@ def _read_parquet(fs: Any, file: InputFile, piece: Piece, schema: pa.Schema) -> 
 
 
 def _read_csv(fs: Any, file: InputFile, schema: pa.Schema) -> Iterator[pa.Table]:
-    convert = pa_csv.ConvertOptions(column_types={field.name: field.type for field in schema}, strings_can_be_null=True)
-    read = pa_csv.ReadOptions(block_size=_READ_BYTES)
-    with fs.open_input_stream(file.path, compression=_codec(file.path)) as stream:
-        try:
-            with pa_csv.open_csv(
-                stream, read_options=read, parse_options=_CSV_PARSE, convert_options=convert
-            ) as reader:
-                for batch in reader:
-                    yield pa.Table.from_batches([batch])
-        except pa.ArrowInvalid as exc:
-            raise SpecError(f"input file {file.path!r}: {exc}") from exc
+    types = {field.name: field.type for field in schema}
+    rows = 0
+    for block_size in _CSV_BLOCK_BYTES:
+        skip = rows
+        with fs.open_input_stream(file.path, compression=_codec(file.path)) as stream:
+            try:
+                with pa_csv.open_csv(stream, **_csv_options(block_size, types)) as reader:
+                    for batch in reader:
+                        part = batch.slice(min(skip, batch.num_rows))
+                        skip -= batch.num_rows - part.num_rows
+                        rows += part.num_rows
+                        yield pa.Table.from_batches([part])
+                return
+            except pa.ArrowInvalid as exc:
+                error = _csv_error(file, exc)
+                if not _is_cut(exc):
+                    raise error from exc
+    raise error
 
 
 def _line_chunks(fs: Any, file: InputFile, start: int, stop: int | None) -> Iterator[bytes]:

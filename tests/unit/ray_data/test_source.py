@@ -68,6 +68,39 @@ def test_csv_keeps_line_breaks_and_text_that_looks_like_numbers(tmp_path):
     assert table.select(["id", "text"]).to_pylist() == [{"id": 1, "text": "007"}, {"id": 2, "text": "a\nb"}]
 
 
+def test_csv_text_that_reads_like_nothing_stays_text(tmp_path):
+    """Only an empty cell without quotes is null."""
+    _write(tmp_path, a__csv='id,text,n\n1,NA,1\n2,"null",\n3,nan,3\n4,N/A,4\n5,"",5\n6,,6\n')
+    table = read_all(make_plan(str(tmp_path), None), tmp_path, tmp_path.parent / "counts-null")
+    assert table["text"].to_pylist() == ["NA", "null", "nan", "N/A", "", None]
+    assert table["n"].to_pylist() == [1, None, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("scan", [0, 2**30])
+def test_csv_cells_may_be_larger_than_a_block(tmp_path, monkeypatch, scan):
+    """Rows before the large one are numbered once, whether all of the text is looked at or its head."""
+    monkeypatch.setattr(source, "SCAN_BYTES", scan)
+    monkeypatch.setattr(source, "_CSV_BLOCK_BYTES", (100, 400, 20_000))
+    cells = ["a\nb" if i % 3 else "x" * (i * 10) for i in range(200)]
+    for name, part in (("a", cells), ("b", cells[::-1])):
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file, quoting=csv.QUOTE_NONNUMERIC).writerows([["id", "text"], *enumerate(part)])
+    read = functools.partial(read_all, make_plan(str(tmp_path), None), tmp_path)
+    table = read(tmp_path.parent / "counts-large")
+    assert table["text"].to_pylist() == cells + cells[::-1]
+    assert table["id"].to_pylist() == [*range(200), *range(200)]
+    check_numbering(table, read_counts(str(tmp_path.parent / "counts-large"), None))
+    assert read(tmp_path.parent / "counts-large").equals(table)
+
+
+def test_a_csv_cell_larger_than_any_block_is_named(tmp_path, monkeypatch):
+    """The largest block is the end of it."""
+    monkeypatch.setattr(source, "_CSV_BLOCK_BYTES", (10, 20))
+    _write(tmp_path, a__csv="text\n" + "x" * 100 + "\n")
+    with pytest.raises(SpecError, match=r"a\.csv.*larger than 20 bytes"):
+        make_plan(str(tmp_path), None)
+
+
 def test_batch_files_become_rows_with_the_request_as_text(tmp_path):
     """Requests of different shapes are one schema."""
     lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/x", "body": {"k" * (i + 1): i}} for i in range(2)]
@@ -114,6 +147,76 @@ def test_schemas_are_joined_when_nothing_is_lost(tmp_path):
     assert table.select(["a", "b"]).to_pylist() == [{"a": 1, "b": None}, {"a": 2**40, "b": "x"}]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_integers_in_one_place_and_floats_in_another_are_floats(tmp_path, suffix):
+    """Across the files of an input."""
+    for name, value in (("a", 1), ("b", 2.5)):
+        table = pa.table({"x": [value]})
+        if suffix == "parquet":
+            pq.write_table(table, tmp_path / f"{name}.parquet")
+        else:
+            text = json.dumps({"x": value}) if suffix == "jsonl" else f"x\n{value}"
+            (tmp_path / f"{name}.{suffix}").write_text(f"{text}\n")
+    plan = make_plan(str(tmp_path), None)
+    assert plan.schema.field("x").type == pa.float64()
+    assert read_all(plan, tmp_path, tmp_path.parent / f"counts-{suffix}")["x"].to_pylist() == [1.0, 2.5]
+
+
+def test_numbers_inside_objects_and_lists_widen_too(tmp_path, monkeypatch):
+    """Across files, and across the chunks of one file."""
+    monkeypatch.setattr(source, "_READ_BYTES", 5)
+    rows = [{"s": {"x": 1, "l": [{"y": 1}]}}, {"s": {"x": 1.5, "l": [{"y": 2.5}]}}, {"s": {"l": None, "z": "t"}}]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:2]))
+    (tmp_path / "b.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in (rows[0], rows[2])))
+    table = read_all(make_plan(str(tmp_path), None), tmp_path, tmp_path.parent / "counts-nested")
+    found = table["s"].to_pylist()
+    assert [row["x"] for row in found] == [1.0, 1.5, 1.0, None]
+    assert [row["l"] for row in found] == [[{"y": 1.0}], [{"y": 2.5}], [{"y": 1.0}], None]
+    assert found[3]["z"] == "t"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_column_of_the_file_wins_over_a_folder_of_its_name(tmp_path, suffix):
+    """The folder's value is for the files that lack the column."""
+    for folder in ("1", "2"):
+        (tmp_path / f"dt={folder}").mkdir()
+    if suffix == "parquet":
+        pq.write_table(pa.table({"a": [1], "dt": [7]}), tmp_path / "dt=1" / "a.parquet")
+        pq.write_table(pa.table({"a": [2]}), tmp_path / "dt=2" / "a.parquet")
+    else:
+        with_it, without = ('{"a": 1, "dt": 7}', '{"a": 2}') if suffix == "jsonl" else ("a,dt\n1,7", "a\n2")
+        (tmp_path / "dt=1" / f"a.{suffix}").write_text(f"{with_it}\n")
+        (tmp_path / "dt=2" / f"a.{suffix}").write_text(f"{without}\n")
+    table = read_all(make_plan(str(tmp_path), None), tmp_path, tmp_path.parent / f"counts-own-{suffix}")
+    assert table["dt"].to_pylist() == [7, 2]
+
+
+def test_a_folder_that_does_not_fit_the_column_of_its_name_is_refused(tmp_path):
+    """Nothing is lost without a word."""
+    for name, row in (("dt=1", {"dt": 7}), ("dt=x", {"a": 1})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text(json.dumps(row))
+    plan = make_plan(str(tmp_path), None)
+    with pytest.raises(SpecError, match=r"dt=x/a.jsonl', column 'dt'"):
+        read_all(plan, tmp_path, tmp_path.parent / "counts-unfit")
+
+
+def test_views_of_text_and_bytes_are_text_and_bytes(tmp_path):
+    """Ray and the writers do not know them all."""
+    view = pa.table(
+        {
+            "text": pa.array(["a", None], pa.string_view()),
+            "b": pa.array([b"x", b""], pa.binary_view()),
+            "l": pa.array([["a"], None], pa.list_(pa.string_view())),
+            "s": pa.array([{"x": "a"}, None], pa.struct([("x", pa.string_view())])),
+        }
+    )
+    pq.write_table(view, tmp_path / "a.parquet")
+    table = read_all(make_plan(str(tmp_path), None), tmp_path, tmp_path.parent / "counts-view")
+    assert "view" not in str(table.schema)
+    assert table.select(view.column_names).to_pylist() == view.to_pylist()
+
+
 def _write(folder, **files):
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
@@ -136,6 +239,8 @@ def _write(folder, **files):
         ({"a__txt": "x"}, {}, "not known by its suffix"),
         ({"a__parquet": pa.table({"a": [1]})}, {"columns": ["b"]}, r"no column 'b'; it has \['a'\]"),
         ({"a__parquet": pa.table({"a": [1]}), "b__parquet": pa.table({"a": ["x"]})}, {}, "column 'a' is int64"),
+        ({"a__jsonl": '{"meta": {}}'}, {}, "column 'meta' .*empty objects"),
+        ({"a__jsonl": '{"meta": [{"x": {}}]}'}, {}, "column 'meta' .*empty objects"),
         ({"a__parquet": pa.table({BLOCK_COL: [1]})}, {}, "a name this job needs"),
     ],
 )
@@ -146,6 +251,14 @@ def test_input_that_cannot_be_read_is_named(tmp_path, files, options, words):
         _write(folder, **files)
     with pytest.raises(SpecError, match=words):
         make_plan(str(folder), None, **options)
+
+
+def test_empty_objects_may_be_left_out_or_filled_elsewhere(tmp_path):
+    """What is not read, or has fields in another row, can be written."""
+    _write(tmp_path, a__jsonl='{"a": 1, "meta": {}, "m": {}}\n{"a": 2, "meta": {}, "m": {"x": 1}}\n')
+    plan = make_plan(str(tmp_path), None, columns=["a", "m"])
+    table = read_all(plan, tmp_path, tmp_path.parent / "counts-objects")
+    assert table["m"].to_pylist() == [{"x": None}, {"x": 1}]
 
 
 def test_no_rows_still_have_columns(tmp_path):
