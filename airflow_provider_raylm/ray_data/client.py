@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import json
 import resource
+import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -55,7 +56,10 @@ class EndpointClient:
         # the row's deadline is ours, see `complete`; these only end a connection that nobody waits for any more
         timeout = httpx.Timeout(None, connect=_CONNECT_S, pool=None)
         self._timeout = timeout.as_dict()
-        self._http = _transport(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False)
+        # OpenSSL's own choice of authorities, so that SSL_CERT_FILE names a private one; proxies of the environment and
+        # .netrc are not for the cluster's own nodes
+        trusted = ssl.create_default_context()
+        self._http = _transport(timeout=timeout, limits=limits, verify=trusted, trust_env=False, follow_redirects=False)
         self._sdk = openai.AsyncOpenAI(
             base_url=query.base_url,
             api_key=query.api_key.reveal(),
@@ -101,7 +105,13 @@ class EndpointClient:
         except asyncio.TimeoutError:
             raise Fault("timeout", f"no reply within {timeout_s:.3g} s") from None
         except (httpx.HTTPError, OSError) as exc:
-            raise Fault("unreachable", f"the connection failed: {_origin(exc)}") from None
+            if isinstance(refused := _origin(exc), ssl.SSLCertVerificationError):
+                raise Fault(
+                    "fatal",
+                    f"the endpoint's certificate is not trusted on the cluster ({refused.verify_message}); it must "
+                    "name the host of base_url, and for a private authority SSL_CERT_FILE must name its file there",
+                ) from None
+            raise Fault("unreachable", f"the connection failed: {type(refused).__name__}") from None
         except InvalidInput:
             raise
         except Exception as exc:  # a reply can be odd in more ways than anybody can list; it is its row's
@@ -166,11 +176,11 @@ class EndpointClient:
             await self._sdk.close()
 
 
-def _origin(exc: BaseException) -> str:
-    """Name of the first error in a chain. The transport calls every lost connection a timeout, its cause does not."""
+def _origin(exc: BaseException) -> BaseException:
+    """The first error in a chain. The transport calls every lost connection a timeout, its cause does not."""
     while exc.__cause__ is not None:
         exc = exc.__cause__
-    return type(exc).__name__
+    return exc
 
 
 def _json(content: bytes) -> Any:
