@@ -698,12 +698,16 @@ def _read_parquet(fs: Any, file: InputFile, piece: Piece, schema: pa.Schema) -> 
 
 
 def _read_csv(fs: Any, file: InputFile, schema: pa.Schema) -> Iterator[pa.Table]:
-    types = {field.name: field.type for field in schema}
+    wanted = {field.name: field.type for field in schema}
+    open_file = functools.partial(fs.open_input_stream, file.path, compression=_codec(file.path))
     rows = 0
     for block_size in _CSV_BLOCK_BYTES:
         skip = rows
-        with fs.open_input_stream(file.path, compression=_codec(file.path)) as stream:
+        with open_file() as head, open_file() as stream:
             try:
+                # a column without a type gets that of the first block, and the rest of it may not fit
+                with pa_csv.open_csv(head, **_csv_options(block_size, wanted)) as reader:
+                    types = {name: wanted.get(name, pa.binary()) for name in reader.schema.names}
                 with pa_csv.open_csv(stream, **_csv_options(block_size, types)) as reader:
                     for batch in reader:
                         part = batch.slice(min(skip, batch.num_rows))

@@ -76,6 +76,14 @@ def test_csv_text_that_reads_like_nothing_stays_text(tmp_path):
     assert table["n"].to_pylist() == [1, None, 3, 4, 5, 6]
 
 
+def test_a_csv_column_that_is_not_asked_for_ends_no_run(tmp_path, monkeypatch):
+    """Whatever is in it, far below the rows that its type would be guessed from."""
+    monkeypatch.setattr(source, "_CSV_BLOCK_BYTES", (100,))
+    _write(tmp_path, a__csv="text,n\n" + "a,1\n" * 100 + "b,word\n")
+    table = read_all(make_plan(str(tmp_path), None, columns=["text"]), tmp_path, tmp_path.parent / "counts-other")
+    assert table["text"].to_pylist() == ["a"] * 100 + ["b"]
+
+
 @pytest.mark.parametrize("scan", [0, 2**30])
 def test_csv_cells_may_be_larger_than_a_block(tmp_path, monkeypatch, scan):
     """Rows before the large one are numbered once, whether all of the text is looked at or its head."""
