@@ -27,7 +27,7 @@ from airflow_provider_raylm.ray_data.client import EndpointClient, most_connecti
 from airflow_provider_raylm.ray_data.contracts import BLOCK_COL, ROW_COL, Limiter, ReplyStore
 from airflow_provider_raylm.ray_data.engine import Engine, EngineThread
 from airflow_provider_raylm.ray_data.keeper import start_keeper
-from airflow_provider_raylm.ray_data.requests import InvalidInput, Query, Secret
+from airflow_provider_raylm.ray_data.requests import Query, Secret
 from airflow_provider_raylm.ray_data.rows import Reply, reply_column, reply_type, row_keys, with_parsed
 from airflow_provider_raylm.spec import Endpoint, OnError, Priority, one_of
 
@@ -275,7 +275,9 @@ class AiQuery:
         fresh = self._engine.ask(
             len(asked),
             lambda position: self._query.body(values(asked[position])),
-            order=self._prefix_order([values(index) for index in asked]) if self._query.group_by_prefix else None,
+            order=self._prefix_order(len(asked), lambda position: values(asked[position]))
+            if self._query.group_by_prefix
+            else None,
             on_reply=keep,
         )
 
@@ -298,18 +300,18 @@ class AiQuery:
             self._engine.call(self._limiter.count, rows=len(found), errors=errors, resumed=len(found))
         return found
 
-    def _prefix_order(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _prefix_order(self, count: int, row: Callable[[int], Mapping[str, Any]]) -> list[int]:
         """Positions of the rows, those with a common beginning next to each other."""
 
         def beginning(position: int) -> str:
-            with contextlib.suppress(InvalidInput):
+            with contextlib.suppress(Exception):  # a row that cannot be read has no beginning; asking it says why
                 if self._query.messages_col is not None:
-                    return str(rows[position][self._query.messages_col])
-                return self._query.prompt(rows[position])
+                    return str(row(position)[self._query.messages_col])
+                return self._query.prompt(row(position))
             return ""
 
-        keys = [beginning(position) for position in range(len(rows))]
-        return sorted(range(len(rows)), key=keys.__getitem__)
+        keys = [beginning(position) for position in range(count)]
+        return sorted(range(count), key=keys.__getitem__)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

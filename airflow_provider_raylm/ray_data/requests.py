@@ -188,10 +188,13 @@ class Query:
             raise SpecError(f"options['n']: one reply per row is kept, got {options['n']!r}")
         body: dict[str, Any] = {"model": self.model}
         body.update({key: value for key, value in options.items() if key not in _CLIENT_OPTIONS})
-        extra = options.get("extra_body") or {}
-        if not isinstance(extra, Mapping):
-            raise SpecError(f"options['extra_body']: expected an object, got {type(extra).__name__}")
-        body.update(extra)
+        for name in ("extra_body", "extra_headers", "extra_query"):
+            if not isinstance(options.get(name) or {}, Mapping):
+                raise SpecError(f"options[{name!r}]: expected an object, got {type(options[name]).__name__}")
+        timeout = options.get("timeout")
+        if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
+            raise SpecError(f"options['timeout']: expected seconds above 0, got {timeout!r}")
+        body.update(options.get("extra_body") or {})
         if (thinking := options.get("enable_thinking")) is not None:
             template = dict(body.get("chat_template_kwargs") or {})
             if template.get("enable_thinking", thinking) != thinking:
@@ -214,10 +217,7 @@ class Query:
     @cached_property
     def headers(self) -> dict[str, str]:
         """Headers of every request, besides the key."""
-        given = self.options.get("extra_headers") or {}
-        if not isinstance(given, Mapping):
-            raise SpecError(f"options['extra_headers']: expected an object, got {type(given).__name__}")
-        headers = {str(k): str(v).strip() for k, v in given.items()}
+        headers = {str(k): str(v).strip() for k, v in (self.options.get("extra_headers") or {}).items()}
         for name, value in headers.items():
             if not (value.isascii() and value.isprintable()):
                 raise SpecError(f"options['extra_headers'][{name!r}]: holds a character that no HTTP header can carry")

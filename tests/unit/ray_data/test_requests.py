@@ -279,6 +279,13 @@ def test_a_key_is_sent_without_the_space_around_it(given: str, sent: str) -> Non
     assert query(prompt_col="text", api_key=Secret(given)).api_key.reveal() == sent
 
 
+@pytest.mark.parametrize("timeout", ["30", 0, -1, True, float("nan")])
+def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
+    """Rather than every row failing at once."""
+    with pytest.raises(SpecError, match=r"options\['timeout'\]: expected seconds above 0"):
+        query(prompt_col="text", options={"timeout": timeout})
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -288,6 +295,7 @@ def test_a_key_is_sent_without_the_space_around_it(given: str, sent: str) -> Non
         ({"api_key": Secret("sk-\nsecret")}, "api_key: holds a character"),
         ({"options": {"extra_headers": {"X-A": "密钥-secret"}}}, "extra_headers'.*'X-A'.*holds a character"),
         ({"options": {"extra_headers": ["secret"]}}, "extra_headers'.*: expected an object, got list"),
+        ({"options": {"extra_query": "key=secret"}}, "extra_query'.*: expected an object, got str"),
         ({"options": {"max_tokens": "secret"}}, "options: max_tokens: expected a number"),
     ],
 )
