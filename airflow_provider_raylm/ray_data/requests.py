@@ -188,7 +188,7 @@ class Query:
             raise SpecError(f"options['n']: one reply per row is kept, got {options['n']!r}")
         body: dict[str, Any] = {"model": self.model}
         body.update({key: value for key, value in options.items() if key not in _CLIENT_OPTIONS})
-        for name in ("extra_body", "extra_headers", "extra_query"):
+        for name in ("extra_body", "extra_headers", "extra_query", "chat_template_kwargs"):
             if not isinstance(options.get(name) or {}, Mapping):
                 raise SpecError(f"options[{name!r}]: expected an object, got {type(options[name]).__name__}")
         timeout = options.get("timeout")

@@ -296,6 +296,7 @@ def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
         ({"options": {"extra_headers": {"X-A": "密钥-secret"}}}, "extra_headers'.*'X-A'.*holds a character"),
         ({"options": {"extra_headers": ["secret"]}}, "extra_headers'.*: expected an object, got list"),
         ({"options": {"extra_query": "key=secret"}}, "extra_query'.*: expected an object, got str"),
+        ({"options": {"enable_thinking": True, "chat_template_kwargs": "secret"}}, "chat_template_kwargs'.*got str"),
         ({"options": {"max_tokens": "secret"}}, "options: max_tokens: expected a number"),
     ],
 )
