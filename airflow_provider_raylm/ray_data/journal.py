@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 
 from airflow_provider_raylm.exceptions import StorageError
 from airflow_provider_raylm.ray_data import storage as store
+from airflow_provider_raylm.ray_data.schema import replace_surrogates
 from airflow_provider_raylm.spec import StorageSpec
 
 FLUSH_S = 2.0
@@ -105,7 +106,7 @@ class Journal:
         """
         if self._refused is not None:
             raise self._refused
-        text = json.dumps(reply, ensure_ascii=False)
+        text = replace_surrogates(json.dumps(reply, ensure_ascii=False))  # one row must not keep others from the store
         with self._lock:
             self._blocks.setdefault(block, _Block()).waiting.append((row, text))
             self._blocks.move_to_end(block)
@@ -179,4 +180,7 @@ class Journal:
         while not self._closed:
             self._wake.wait(flush_s)
             self._wake.clear()
-            self.flush_or_wait()
+            try:
+                self.flush_or_wait()
+            except Exception:  # the thread must go on; `close` stores what is left, or fails the job
+                logging.getLogger(__name__).exception("replies could not be stored yet")

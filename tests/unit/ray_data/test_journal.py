@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from airflow_provider_raylm.exceptions import StorageError
 from airflow_provider_raylm.ray_data import journal as module
 from airflow_provider_raylm.ray_data import storage
@@ -55,6 +57,34 @@ def test_the_thread_stores_without_being_asked(tmp_path):
     writer.append(0, 0, reply("a"))
     writer.close()
     assert Journal(str(tmp_path), None, flush_s=0).load(0) == {0: reply("a")}
+
+
+def test_one_odd_reply_costs_no_other(tmp_path):
+    """Half a surrogate pair is no UTF-8; it must not end the storing of what comes after."""
+    writer = Journal(str(tmp_path), None)
+    writer.append(0, 0, reply("\ud83d"))
+    writer.append(0, 1, reply("a"))
+    writer.close()
+    assert Journal(str(tmp_path), None, flush_s=0).load(0) == {0: reply("\ufffd"), 1: reply("a")}
+
+
+def test_the_thread_outlives_what_it_cannot_store(tmp_path, monkeypatch, caplog):
+    """It tries again, and says so: a thread that is gone would lose every later reply without a word."""
+    tried = threading.Event()
+    writer = Journal(str(tmp_path), None, flush_s=0.01)
+    flush = writer.flush
+
+    def once() -> None:
+        monkeypatch.setattr(writer, "flush", flush)
+        tried.set()
+        raise ValueError("odd")
+
+    monkeypatch.setattr(writer, "flush", once)
+    writer.append(0, 0, reply("a"))
+    assert tried.wait(20)
+    writer.close()
+    assert "could not be stored yet" in caplog.text
+    assert writer.load(0) == {0: reply("a")}
 
 
 def test_a_store_that_goes_on_refusing_ends_the_job_and_one_that_is_away_does_not(tmp_path, monkeypatch):
