@@ -342,7 +342,7 @@ def settle_schema(
         if file.schema.equals(schema):
             return file
         path = output.path(staging, file.name)
-        table = pq.read_table(path, filesystem=output.fs, partitioning=None)
+        table = pq.read_table(store.open_object(output.fs, path))
         columns = [
             table.column(field.name).cast(field.type)
             if field.name in table.column_names

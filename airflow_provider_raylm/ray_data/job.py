@@ -190,7 +190,7 @@ def _write_results(spec: QuerySpec, output: OutputFolder, staging: str, name: st
     if store.is_local(output.fs):
         output.fs.create_dir(target.rpartition("/")[0], recursive=True)
     with (
-        pq.ParquetFile(output.path(staging, name), filesystem=output.fs) as parquet,
+        pq.ParquetFile(store.open_object(output.fs, output.path(staging, name))) as parquet,
         output.fs.open_output_stream(target) as stream,
     ):
         for batch in parquet.iter_batches(batch_size=1024, columns=["custom_id", spec.output_col]):

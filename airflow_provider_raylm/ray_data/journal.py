@@ -91,7 +91,7 @@ class Journal:
             for entry in store.list_files(fs, root):
                 # replaced by another file, or cut off by the crash of its writer
                 with contextlib.suppress(FileNotFoundError, pa.ArrowInvalid):
-                    table = pq.read_table(entry.path, filesystem=fs, schema=_SCHEMA, partitioning=None)
+                    table = _read(fs, entry.path)
                     for row, text in zip(table["row"].to_pylist(), table["reply"].to_pylist(), strict=True):
                         reply = json.loads(text)
                         if reply.get("status") == "ok":
@@ -146,7 +146,7 @@ class Journal:
         old = []
         for part in merged:  # read again rather than kept: an actor has tens of thousands of rows under way
             with contextlib.suppress(FileNotFoundError):  # the run is over, and somebody has tidied up
-                old.append(pq.read_table(part, filesystem=fs, schema=_SCHEMA, partitioning=None))
+                old.append(_read(fs, part))
         self._number += 1
         path = f"{folder}/{self._writer}-{self._number:06d}.parquet"
         buffer = pa.BufferOutputStream()
@@ -184,3 +184,9 @@ class Journal:
                 self.flush_or_wait()
             except Exception:  # the thread must go on; `close` stores what is left, or fails the job
                 logging.getLogger(__name__).exception("replies could not be stored yet")
+
+
+def _read(fs: Any, path: str) -> pa.Table:
+    if (data := store.read_bytes(fs, path)) is None:
+        raise FileNotFoundError(path)
+    return pq.read_table(pa.BufferReader(data), schema=_SCHEMA)

@@ -281,7 +281,7 @@ def _parquet_footers(fs: Any, files: tuple[InputFile, ...]) -> tuple[tuple[Input
 
     def footer(file: InputFile) -> tuple[pa.Schema, list[int]]:
         try:
-            with pq.ParquetFile(file.path, filesystem=fs, pre_buffer=False) as parquet:
+            with pq.ParquetFile(store.open_object(fs, file.path), pre_buffer=False) as parquet:
                 meta = parquet.metadata
                 rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
                 return parquet.schema_arrow.remove_metadata(), rows
@@ -448,7 +448,8 @@ def _text_schema(
             schema = part if schema is None else unify([(file.path, schema), (file.path, part)])
         return schema if schema is not None else pa.schema([])
 
-    schema = unify(list(zip([file.path for file in files], store.each(infer, files), strict=True)))
+    schemas = store.each(infer, files)
+    schema = unify(list(zip([file.path for file in files], schemas, strict=True)))
     if not schema.names:
         schema = pa.schema([(name, pa.string()) for name in dict.fromkeys(text_columns)])
     return schema
@@ -481,7 +482,7 @@ def _rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) ->
 def _csv_schema(fs: Any, file: InputFile, limit: int | None, text_columns: Sequence[str]) -> pa.Schema:
     types = {name: pa.string() for name in text_columns}
     for block_size in _CSV_BLOCK_BYTES:
-        with fs.open_input_stream(file.path, compression=_codec(file.path)) as stream:
+        with store.open_object(fs, file.path, _codec(file.path)) as stream:
             try:
                 if limit is None:
                     return pa_csv.read_csv(stream, **_csv_options(block_size, types)).schema
@@ -672,7 +673,7 @@ def _conform(table: pa.Table, schema: pa.Schema, file: InputFile, *, fill: bool)
 
 def _read_parquet(fs: Any, file: InputFile, piece: Piece, schema: pa.Schema) -> Iterator[pa.Table]:
     stop = file.rows if piece.stop is None else piece.stop
-    with pq.ParquetFile(file.path, filesystem=fs, pre_buffer=False, buffer_size=_READ_BYTES) as parquet:
+    with pq.ParquetFile(store.open_object(fs, file.path), pre_buffer=False, buffer_size=_READ_BYTES) as parquet:
         groups, first, at = [], None, 0
         for index in range(parquet.metadata.num_row_groups):
             count = parquet.metadata.row_group(index).num_rows
@@ -699,7 +700,7 @@ def _read_parquet(fs: Any, file: InputFile, piece: Piece, schema: pa.Schema) -> 
 
 def _read_csv(fs: Any, file: InputFile, schema: pa.Schema) -> Iterator[pa.Table]:
     wanted = {field.name: field.type for field in schema}
-    open_file = functools.partial(fs.open_input_stream, file.path, compression=_codec(file.path))
+    open_file = functools.partial(store.open_object, fs, file.path, _codec(file.path))
     rows = 0
     for block_size in _CSV_BLOCK_BYTES:
         skip = rows
@@ -725,7 +726,7 @@ def _read_csv(fs: Any, file: InputFile, schema: pa.Schema) -> Iterator[pa.Table]
 def _line_chunks(fs: Any, file: InputFile, start: int, stop: int | None) -> Iterator[bytes]:
     """Whole lines whose first byte lies in `[start, stop)`, some MiB at a time."""
     codec = _codec(file.path)
-    with fs.open_input_stream(file.path, compression=codec) if codec else fs.open_input_file(file.path) as stream:
+    with store.open_object(fs, file.path, codec) as stream:
         at = start
         rest = b""
         if start:

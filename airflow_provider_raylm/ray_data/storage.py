@@ -23,18 +23,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
 import re
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pyarrow as pa
 import pyarrow.fs as pafs
 
 from airflow_provider_raylm.exceptions import SpecError, StorageError
@@ -47,9 +49,12 @@ _MAX_ATTEMPTS = (
 )
 _CONNECT_TIMEOUT_S = 10.0
 _REQUEST_TIMEOUT_S = 60.0  # without a byte; pyarrow's own 3 s end requests when either side is merely busy
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _DELETE_THREADS = 16
 _RENEW_BEFORE_S = 300.0
 _RENEW_AGAIN_S = 30.0
+
+Read = TypeVar("Read")
 
 _OBJECT_SCHEMES = ("oss", "s3", "s3a", "s3n")
 
@@ -321,18 +326,75 @@ def write_bytes(fs: Any, path: str, data: bytes) -> None:
 
 def read_bytes(fs: Any, path: str) -> bytes | None:
     """Content of one object; `None` when there is none."""
-    left = _MAX_ATTEMPTS
-    while True:
-        left -= 1
+
+    def read() -> bytes:
+        with fs.open_input_stream(path) as stream:
+            return bytes(stream.read())
+
+    try:
+        return again(read)
+    except FileNotFoundError:
+        return None
+
+
+def again(read: Callable[[], Read]) -> Read:
+    """Call `read`, and once more where the SDK's own retries fail.
+
+    A refusal whose words are longer than the bytes that were asked for does not fit into the buffer that is kept for
+    them. The SDK takes that for a broken disk, and does not ask again.
+    """
+    for attempt in range(_MAX_ATTEMPTS - 1):
         try:
-            with fs.open_input_stream(path) as stream:
-                return bytes(stream.read())
-        except FileNotFoundError:
-            return None
+            return read()
         except OSError as exc:
-            # the SDK's own retries end when a refusal that is longer than the object follows a cut download
-            if not left or "Failed to flush response stream" not in str(exc):
+            if "Failed to flush response stream" not in str(exc):
                 raise
+            time.sleep(min(_PAUSE_S * 2**attempt, _MAX_PAUSE_S))
+    return read()
+
+
+class _Object(io.RawIOBase):
+    """An object in the store, each read of which is asked `again`."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._file = fs.open_input_file(path)
+        self._size = self._file.size()
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(self._size - self._at, 0)
+        count = left if size is None or size < 0 else min(size, left)
+        data: bytes = again(lambda: self._file.read_at(count, self._at)) if count else b""
+        self._at += len(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_object(fs: Any, path: str, codec: str | None = None) -> pa.NativeFile:
+    """Open a file for reading.
+
+    Args:
+        fs, path: Of `open_filesystem`.
+        codec: How it is compressed; it can then only be read from its start to its end.
+    """
+    file = fs.open_input_file(path) if is_local(fs) else pa.PythonFile(_Object(fs, path), mode="r")
+    return pa.CompressedInputStream(file, codec) if codec else file
 
 
 def copy(fs: Any, source: str, target: str) -> None:

@@ -160,6 +160,7 @@ def test_keys_of_a_role_are_renewed(store, arn):
 def test_a_file_that_is_open_for_longer_than_a_roles_keys_last_is_read_once(store, monkeypatch, kind):
     """A slow model keeps its input waiting; the keys end in the middle of the file, again and again."""
     monkeypatch.setattr(source, "_READ_BYTES", 2**14)
+    monkeypatch.setattr(source, "_CSV_BLOCK_BYTES", (2**14, 2**26))
     monkeypatch.setattr(source, "BLOCK_ROWS", 512)
     store.role_lifetime_s = 3600.0
     spec = spec_of(store, role_arn="acs:ram::1:role/lake-writer")

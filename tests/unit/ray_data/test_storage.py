@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.fs as pafs
 import pytest
 
@@ -102,3 +103,51 @@ def test_local_paths(tmp_path, path):
 def test_hidden_is_what_other_readers_skip(path, hidden):
     """`_col=value` is a partition, not a hidden folder."""
     assert storage.is_hidden(path) is hidden
+
+
+class _Refuses:
+    """A file system whose every second read ends as that of a store which says SlowDown in more bytes than asked."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.reads = data, 0
+
+    def open_input_file(self, path: str) -> _Refuses:
+        return self
+
+    def size(self) -> int:
+        return len(self.data)
+
+    def read_at(self, count: int, at: int) -> bytes:
+        self.reads += 1
+        if self.reads % 2:
+            raise OSError("AWS Error INTERNAL_FAILURE during GetObject operation: Failed to flush response stream")
+        return self.data[at : at + count]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("codec", [None, "gzip"])
+def test_a_refusal_longer_than_what_was_asked_for_is_asked_again(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """The SDK does not; small files and footers would fail at the first SlowDown."""
+    monkeypatch.setattr(storage, "_PAUSE_S", 0)
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) if codec else sink as stream:
+        stream.write(b"one\ntwo\n")
+    fs = _Refuses(sink.getvalue().to_pybytes())
+    with storage.open_object(fs, "bucket/key", codec) as file:
+        assert file.read() == b"one\ntwo\n"
+    assert fs.reads >= 2
+
+
+def test_other_errors_of_a_read_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused key stays refused."""
+    asked = []
+
+    def read() -> None:
+        asked.append(1)
+        raise OSError("ACCESS_DENIED")
+
+    with pytest.raises(OSError, match="ACCESS_DENIED"):
+        storage.again(read)
+    assert len(asked) == 1
