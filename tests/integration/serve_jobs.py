@@ -55,7 +55,7 @@ class Cluster:
             )
         return submission_id, runtime_env["py_modules"][0]
 
-    def finish(self, submission_id: str, package_uri: str = "", *, timeout_s: float = 300) -> Answer:
+    def finish(self, submission_id: str, package_uri: str = "", *, timeout_s: float = 800) -> Answer:
         """Wait for a job and read its answer."""
         deadline = time.monotonic() + timeout_s
         while not self.jobs.get_job_status(submission_id).is_terminal():

@@ -35,7 +35,7 @@ from demo.object_store import Faults, ObjectStore, object_store
 from demo.ray_head import RayNode, start_head
 from tests.support.mock_endpoint import Answer, Ask, MockEndpoint, refusal
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 FIRST_SEED = int(os.environ.get("RAYLM_KILL_FIRST_SEED", "6"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("RAYLM_KILL_SEEDS", "1")))
@@ -110,7 +110,7 @@ class Lab:
                 )
             )
 
-    def ended(self, job_id: str, *, timeout_s: float = 90.0) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    def ended(self, job_id: str, *, timeout_s: float = 240.0) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Wait for a job's end; its result line, its error line."""
         client = self.client()
         wait_until(lambda: client.get_job_status(job_id).is_terminal(), timeout_s, lambda: client.get_job_logs(job_id))

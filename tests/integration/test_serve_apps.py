@@ -37,7 +37,7 @@ from airflow_provider_raylm.spec import DeploySpec, LeaseSpec, TeardownSpec
 from demo.ray_head import free_ports, ray_head, start_worker
 from tests.integration.serve_jobs import ECHO_DIR, Cluster
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 BYSTANDER = "bystander"
 # real clusters delete an uploaded package when its last user is gone, after ten minutes of grace; here after seconds

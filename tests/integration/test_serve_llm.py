@@ -23,7 +23,7 @@ from demo.object_store import ObjectStore, object_store
 from demo.ray_head import free_ports, ray_head
 from tests.integration.serve_jobs import Cluster
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
 
 STORED_ID = "tiny-qwen3-in-the-store"
@@ -60,7 +60,7 @@ def spec(*llm_configs: dict[str, Any], port: int = 8000, **fields: Any) -> Deplo
     return DeploySpec(
         llm_configs=llm_configs,
         http_options={"host": "127.0.0.1", "port": port},
-        **{"app_name": "llm", "start_timeout_s": 300.0, **fields},
+        **{"app_name": "llm", "start_timeout_s": 700.0, **fields},
     )
 
 
