@@ -161,7 +161,8 @@ def measure(name: str, shape: str, scale: float, count: int, ask: Callable[[str,
         try:
             answered = ask(endpoint.base_url, count)
         except (RuntimeError, subprocess.TimeoutExpired) as exc:  # its throughput was seen all the same
-            error = {"error": str(exc)[-300:]}
+            late = isinstance(exc, subprocess.TimeoutExpired)
+            error = {"error": f"did not end within {exc.timeout:.0f} s" if late else str(exc)[-300:]}
         finally:
             watch.stop()
         seconds = time.monotonic() - begin
