@@ -47,7 +47,7 @@ from airflow_provider_raylm.ray_data.commit import (
 )
 from airflow_provider_raylm.ray_data.ids import check_ids
 from airflow_provider_raylm.ray_data.journal import Journal
-from airflow_provider_raylm.ray_data.keeper import start_keeper
+from airflow_provider_raylm.ray_data.keeper import RunningKeeper, start_keeper
 from airflow_provider_raylm.ray_data.lock import folder_lock
 from airflow_provider_raylm.ray_data.policy import check_totals
 from airflow_provider_raylm.ray_data.progress import Reporter
@@ -74,6 +74,7 @@ _BLOCK_BYTES = 2**19
 """A query actor holds some thirty blocks at once, with a few times their size in objects for rows and replies."""
 _IO_CPUS = 0.25
 """Reading and writing wait for the store; they must find room beside the query actors and the model's engines."""
+_LAST_REPORT_S = 1.0
 
 
 def run(spec: QuerySpec) -> Manifest:
@@ -279,6 +280,14 @@ def _take_up(
     return plan, run_id, False
 
 
+def _last_status(keeper: RunningKeeper, rows: int) -> dict[str, Any]:
+    """The state of flow control when the query actors have reported every row; they do so some times a second."""
+    deadline_s = time.monotonic() + _LAST_REPORT_S
+    while (status := keeper.status())["rows"] < rows and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return status
+
+
 def _execute(
     spec: QuerySpec,
     query: Query,
@@ -334,7 +343,7 @@ def _execute(
             _every(1.0, "progress", lambda: reporter.update(keeper.status())),
         ):
             ds.write_datasink(sink, ray_remote_args={"num_cpus": _IO_CPUS})
-        flow = keeper.status()
+        flow = _last_status(keeper, plan.rows)
         reporter.close(flow)
         output.write_json(keeper.trace(), "flow.json")
         return sink.written, flow

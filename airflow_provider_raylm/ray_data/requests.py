@@ -7,6 +7,7 @@ held twice. Whatever is wrong with a row's input raises `InvalidInput`: the row 
 from __future__ import annotations
 
 import base64
+import difflib
 import json
 import math
 import string
@@ -34,6 +35,31 @@ _NO_KEY = "EMPTY"
 _MOST_TOKENS = 2**31
 _REQUIRED: dict[Endpoint, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
 _CLIENT_OPTIONS = ("extra_body", "extra_headers", "extra_query", "enable_thinking", "timeout")
+# what vLLM takes besides the parameters of OpenAI's API
+_VLLM_OPTIONS = (
+    "add_generation_prompt",
+    "allowed_token_ids",
+    "bad_words",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "length_penalty",
+    "min_p",
+    "min_tokens",
+    "mm_processor_kwargs",
+    "priority",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop_token_ids",
+    "structured_outputs",
+    "top_k",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+)
 _IMAGE_TYPES = (
     (b"\x89PNG\r\n\x1a\n", "image/png"),
     (b"\xff\xd8\xff", "image/jpeg"),
@@ -184,6 +210,7 @@ class Query:
         for name, why in _OURS.items():
             if name in options:
                 raise SpecError(f"options[{name!r}] cannot be set: it {why}")
+        _check_spelling(options, self.endpoint)
         if options.get("n", 1) != 1:
             raise SpecError(f"options['n']: one reply per row is kept, got {options['n']!r}")
         body: dict[str, Any] = {"model": self.model}
@@ -297,6 +324,29 @@ class Query:
             for name in self.image_cols
             if row[name] is not None
         ]
+
+
+def _check_spelling(options: Mapping[str, Any], endpoint: Endpoint) -> None:
+    """Refuse a name that is nearly one of the API's: servers ignore what they do not know, without a word.
+
+    Raises:
+        SpecError: It says which name is meant.
+    """
+    from openai.types import completion_create_params, embedding_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+
+    params: Any = {
+        "chat": chat_create_params.CompletionCreateParamsBase,
+        "completions": completion_create_params.CompletionCreateParamsBase,
+        "embeddings": embedding_create_params.EmbeddingCreateParams,
+    }[endpoint]
+    known = {*params.__annotations__, *_VLLM_OPTIONS, *_CLIENT_OPTIONS}
+    for name in options:
+        if name not in known and (near := difflib.get_close_matches(str(name), known, 1, 0.82)):
+            raise SpecError(
+                f"options[{name!r}]: did you mean {near[0]!r}? What shall be sent as it is goes into "
+                "options['extra_body']"
+            )
 
 
 def _whole_request(value: Any, column: str, endpoint: Endpoint) -> dict[str, Any]:

@@ -265,6 +265,7 @@ def test_a_killed_driver_and_then_a_killed_head_cost_only_what_was_not_stored(la
         assert sorted(asks) == sorted(texts(range(ROWS)) - stored)
         assert (result["rows_in"], result["rows"], result["errors"]) == (ROWS, ROWS, 0)
         assert result["rows_resumed"] == len(stored) > 0
+        assert result["flow"]["rows"] == ROWS
     check_rows(lab, name, ROWS)
 
 

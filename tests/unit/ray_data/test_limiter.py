@@ -10,12 +10,14 @@ import pytest
 import ray
 
 from airflow_provider_raylm.exceptions import RaylmError, TransientEndpointError
+from airflow_provider_raylm.ray_data import limiter as limiter_module
 from airflow_provider_raylm.ray_data.contracts import Outcome, Sample
 from airflow_provider_raylm.ray_data.limiter import (
     SAMPLES_PER_REPORT,
     Grant,
     KeeperLimiter,
     LocalLimiter,
+    Report,
     connect_limiter,
 )
 
@@ -135,6 +137,27 @@ async def test_a_keeper_that_never_answers_ends_the_job() -> None:
         await asyncio.wait_for(limiter.acquire(), 5)
     with contextlib.suppress(RaylmError):
         await limiter.close()
+
+
+async def test_the_last_rows_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends an actor that has no more to do; what it would have said later is never said."""
+    monkeypatch.setattr(limiter_module, "REPORT_S", 3600.0)
+    reported: asyncio.Queue[int] = asyncio.Queue()
+
+    class Keeper:
+        class report:
+            @staticmethod
+            async def remote(report: Report) -> Grant:
+                reported.put_nowait(report.total.rows)
+                return Grant(slots=1)
+
+    limiter = KeeperLimiter(Keeper, base_url="http://127.0.0.1:9/v1")
+    await limiter.acquire()
+    assert [await reported.get() for _ in range(2)] == [0, 0]  # the second because a slot was wanted
+    limiter.release(ended())
+    limiter.count(rows=1)
+    assert await asyncio.wait_for(reported.get(), 10) == 1
+    await limiter.close()
 
 
 async def test_without_a_keeper_each_actor_is_one_of_many() -> None:

@@ -201,6 +201,18 @@ def test_options_reach_the_body_as_the_sdk_would_send_them() -> None:
     assert not is_thinking_off(query().body({"text": "t"}))
 
 
+def test_what_no_api_knows_is_sent_when_it_cannot_be_a_slip_or_is_meant() -> None:
+    """Servers have parameters of their own; only names that look like another are refused, and not in `extra_body`."""
+    options = {"cache_salt": "s", "top_n": 3, "min_tokens": 1, "extra_body": {"max_token": 4}}
+    body = query(options=options).body({"text": "t"})
+    assert {name: body[name] for name in ("cache_salt", "top_n", "min_tokens", "max_token")} == {
+        "cache_salt": "s",
+        "top_n": 3,
+        "min_tokens": 1,
+        "max_token": 4,
+    }
+
+
 def test_a_whole_request_keeps_what_it_sets() -> None:
     """A batch-file row wins over options; model and streaming are decided here."""
     line = {"model": "gpt", "stream": True, "temperature": 0, "messages": MESSAGES, "user": None}
@@ -234,6 +246,10 @@ def test_a_whole_request_that_is_none_is_refused(value: Any) -> None:
         ({"options": {"stream": True}}, "options\\['stream'\\]"),
         ({"options": {"messages": []}}, "options\\['messages'\\]"),
         ({"options": {"n": 3}}, "options\\['n'\\]"),
+        ({"options": {"max_token": 4}}, "options\\['max_token'\\]: did you mean 'max_tokens'.*extra_body"),
+        ({"options": {"max_new_tokens": 4}}, "did you mean 'max_tokens'"),
+        ({"options": {"top_kk": 4}}, "did you mean 'top_k'"),
+        ({"options": {"extra_bdy": {}}}, "did you mean 'extra_body'"),
         ({"options": {"temperature": math.nan}}, "options cannot be sent as JSON"),
         ({"options": {"stop": object()}}, "options cannot be sent as JSON"),
         ({"options": {"extra_body": [1]}}, "extra_body"),
