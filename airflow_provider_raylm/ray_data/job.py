@@ -280,10 +280,10 @@ def _take_up(
     return plan, run_id, False
 
 
-def _last_status(keeper: RunningKeeper, rows: int) -> dict[str, Any]:
+def _last_status(keeper: RunningKeeper, rows: int | None) -> dict[str, Any]:
     """The state of flow control when the query actors have reported every row; they do so some times a second."""
     deadline_s = time.monotonic() + _LAST_REPORT_S
-    while (status := keeper.status())["rows"] < rows and time.monotonic() < deadline_s:
+    while (status := keeper.status())["rows"] < (rows or 0) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     return status
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -16,6 +18,7 @@ SPEC = TeardownSpec(app_name="qwen")
 @pytest.fixture(autouse=True)
 def uploaded_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_main, "read_job_spec", lambda cls: SPEC)
+    monkeypatch.setattr(job_main, "end_within", lambda seconds, code: None)  # it would end this process
 
 
 def test_result_is_one_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,3 +51,25 @@ def test_error_is_one_line_and_exit_code_1(
     (line,) = [line for line in captured.out.splitlines() if line.startswith(ERROR_PREFIX)]
     assert json.loads(line[len(ERROR_PREFIX) :]) == {"type": type(error).__name__, "message": str(error)}
     assert ("Traceback" in captured.err) is traceback
+
+
+@pytest.mark.parametrize(("work", "code"), [("TeardownResult(app_name='a', state='absent')", 0), ("1 / 0", 1)])
+def test_a_thread_that_is_left_behind_does_not_keep_the_job(work: str, code: int) -> None:
+    """A function of the user's may start one; the result is there, so the job ends, and says what held it up."""
+    program = f"""
+import threading
+from airflow_provider_raylm import job_main
+from airflow_provider_raylm.spec import TeardownResult, TeardownSpec
+job_main.LINGER_S = 0.5
+job_main.read_job_spec = lambda cls: None
+def never_ends(): threading.Event().wait()
+def main(spec):
+    threading.Thread(target=never_ends).start()
+    return {work}
+job_main.run_job(TeardownSpec, main)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert (ERROR_PREFIX if code else RESULT_PREFIX) in done.stdout
+    assert "has not ended" in done.stderr
+    assert "in never_ends" in done.stderr
