@@ -1,8 +1,8 @@
-"""Run the benchmarks: `python -m benchmarks [NAME ...]`, all of them without arguments.
+"""Run the benchmarks: `python -m benchmarks [NAME ...]`, all of them but `memory` without arguments.
 
 `sweep`, `unseen`, `fairness`: the controller in virtual time. `client_cost`, `peers`: against a simulated server.
 `offline`, `simulator_check`: beside real vLLM on the CPU. `plot`: the picture for the README. Prints tables and writes
-`benchmarks/results/<name>.json` and `flow.svg`. `peers` and `offline` start a Ray head of their own.
+`benchmarks/results/<name>.json` and `flow.svg`. `peers`, `offline` and `memory` start a Ray head of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 def _run(name: str) -> dict[str, Any]:
     from benchmarks import client_cost, fairness, simulator_check, sweep
 
-    if name in ("peers", "offline"):
+    if name in ("peers", "offline", "memory"):
         return _with_ray(name)
     return {
         "sweep": sweep.run,
@@ -50,7 +50,7 @@ def _run(name: str) -> dict[str, Any]:
 def _with_ray(name: str) -> dict[str, Any]:
     import ray
 
-    from benchmarks import offline, peers
+    from benchmarks import memory, offline, peers
     from demo.ray_head import ray_head
 
     with ray_head(num_cpus=8, auth=False, object_store_mib=512) as node:
@@ -59,7 +59,7 @@ def _with_ray(name: str) -> dict[str, Any]:
         ray.init(address=node.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": here}})
         ray.data.DataContext.get_current().enable_progress_bars = False
         try:
-            return {"peers": peers.run, "offline": offline.run}[name]()
+            return {"peers": peers.run, "offline": offline.run, "memory": lambda: memory.run(node.process.pid)}[name]()
         finally:
             ray.shutdown()
 

@@ -33,7 +33,7 @@ import ray
 import ray.data
 
 import airflow_provider_raylm
-from airflow_provider_raylm.exceptions import RaylmError, SpecError
+from airflow_provider_raylm.exceptions import EndpointError, RaylmError, SpecError
 from airflow_provider_raylm.job_main import run_job, say
 from airflow_provider_raylm.ray_data import storage as store
 from airflow_provider_raylm.ray_data.batch_files import result_lines
@@ -348,8 +348,11 @@ def _execute(
         output.write_json(keeper.trace(), "flow.json")
         return sink.written, flow
     except Exception as exc:
+        error = _plain(exc)
+        if isinstance(error, EndpointError):
+            say("finished rows are stored; the next attempt asks only for the others")
         # Ray raises a class of its own that is also the class of ours: both, and with a traceback for a message
-        if (error := _plain(exc)) is exc:
+        if error is exc:
             raise
         raise error from exc
     finally:

@@ -170,7 +170,7 @@ class _Slots:
     def _stall(self) -> None:
         error = TransientEndpointError(
             f"the endpoint {self._base_url} has answered no request for {self._stall_timeout_s:.0f} s: every one was "
-            "refused, cut off or timed out. Nothing more is sent; finished rows are kept"
+            "refused, cut off or timed out. Nothing more is sent"
         )
         self._fail(error)
         self._failure = None  # a later attempt of a row may find the endpoint back
@@ -384,7 +384,7 @@ class KeeperLimiter(_Slots):
             if time.monotonic() - self._reached_s > self._stall_timeout_s and not self._in_flight:
                 raise RaylmError(
                     f"the flow control actor of this job has not answered for {self._stall_timeout_s:.0f} s, so "
-                    "nothing can be asked; finished rows are kept"
+                    "nothing can be asked"
                 )
             await self._pause(REPORT_S if self._reachable else 1.0)
 

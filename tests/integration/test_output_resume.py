@@ -460,6 +460,7 @@ def test_keys_are_nowhere_to_be_read(lab: Lab, ended: dict[str, Any]) -> None:
         texts |= {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert any("manifest.json" in name for name in texts)
     assert b"raylm.error" in texts["log of refused"]
+    assert b"finished rows are stored" in texts["log of refused"]
     assert b"py_modules" in texts["info of batch"]
     keys = [lab.api_key, lab.wrong_key, lab.store.secret_access_key, lab.wrong_secret]
     keys += [secret for given in lab.store.issued.values() for secret in (given.secret_access_key, given.session_token)]
