@@ -14,11 +14,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from demo.model import cpu_dtype
 from demo.ray_head import free_ports
 
 MODEL = "smollm2"
 MAX_NUM_SEQS = 16
-ENGINE = {"max_model_len": 1024, "max_num_seqs": MAX_NUM_SEQS, "enforce_eager": True, "enable_prefix_caching": False}
+ENGINE = {
+    "max_model_len": 1024,
+    "max_num_seqs": MAX_NUM_SEQS,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "dtype": cpu_dtype(),
+}
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -51,7 +58,12 @@ def serve_vllm(model: Path, log: Path) -> Iterator[VllmServer]:
     port = free_ports(1)[0]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
     command += [f"--served-model-name={MODEL}", "--host=127.0.0.1", f"--port={port}", "--no-enable-prefix-caching"]
-    command += ["--enforce-eager", f"--max-num-seqs={MAX_NUM_SEQS}", f"--max-model-len={ENGINE['max_model_len']}"]
+    command += [
+        f"--dtype={ENGINE['dtype']}",
+        "--enforce-eager",
+        f"--max-num-seqs={MAX_NUM_SEQS}",
+        f"--max-model-len={ENGINE['max_model_len']}",
+    ]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, env={**os.environ, **ENV}, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

@@ -44,6 +44,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get("RAYLM_CACHE_DIR") or Path.home() / ".cache" / "raylm")
 
 
+def cpu_dtype() -> str:
+    """`bfloat16` where this machine's CPU multiplies it, else `float32`: emulated, it is several times slower."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return "bfloat16" if cpuinfo.exists() and "bf16" in cpuinfo.read_text() else "float32"
+
+
 def smollm2_checkpoint(cache: Path | None = None) -> Path:
     """Checkpoint folder of SmolLM2-135M-Instruct in bfloat16, 270 MB. About half a minute the first time.
 
@@ -99,6 +105,7 @@ def cpu_llm_config(
         "engine_kwargs": {
             "max_model_len": max_model_len,
             "max_num_seqs": 16,
+            "dtype": cpu_dtype(),
             "enforce_eager": True,  # compiling takes longer than a demo runs
             **(engine_kwargs or {}),
         },

@@ -118,10 +118,10 @@ class ObjectStore:
         self.issued[keys.access_key_id] = keys
         return keys
 
-    def expire(self) -> None:
-        """End all temporary keys now."""
-        for name, keys in self.issued.items():
-            self.issued[name] = dataclasses.replace(keys, expires_s=time.time())
+    def expire(self, access_key_id: str | None = None) -> None:
+        """End these temporary keys now; all of them if none are named."""
+        for name in [access_key_id] if access_key_id is not None else list(self.issued):
+            self.issued[name] = dataclasses.replace(self.issued[name], expires_s=time.time())
 
 
 @contextlib.contextmanager

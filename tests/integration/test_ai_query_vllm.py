@@ -29,7 +29,7 @@ from airflow_provider_raylm.ray_data.limiter import LocalLimiter
 from airflow_provider_raylm.ray_data.load import LoadReader
 from airflow_provider_raylm.ray_data.requests import Query
 from airflow_provider_raylm.ray_data.signals import Load
-from demo.model import TINY_QWEN3_ID, tiny_qwen3
+from demo.model import TINY_QWEN3_ID, cpu_dtype, tiny_qwen3
 from demo.ray_head import free_ports
 from tests.support.fixed_limiter import FixedLimiter
 
@@ -64,7 +64,7 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         *("--model", str(tiny_qwen3()), "--served-model-name", TINY_QWEN3_ID),
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
         *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(SEQUENCES)),
-        *("--reasoning-parser", "qwen3"),
+        *("--dtype", cpu_dtype(), "--reasoning-parser", "qwen3"),
         *("--structured-outputs-config", json.dumps({"disable_any_whitespace": True, "backend": "xgrammar"})),
     ]
     env = {

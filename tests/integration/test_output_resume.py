@@ -45,6 +45,7 @@ ROWS = 400
 FEW = 120
 MOST_REQUESTS = 40  # what a run over `FEW` rows sends to the store, about
 CPUS = 8
+ROLE_LIFETIME_S = 5.0
 POSTPROCESS = """
 def keep_even(batch):
     return batch[batch["id"] % 2 == 0].assign(length=lambda rows: rows["text"].str.len())
@@ -58,6 +59,7 @@ class Lab:
         self.store = store
         self.api_key, self.wrong_key = f"sk-{secrets.token_hex(16)}", f"sk-{secrets.token_hex(16)}"
         self.wrong_secret = secrets.token_hex(16)
+        self.token_key_id = ""
         self.storage = StorageSpec(
             endpoint_url=store.endpoint_url,
             region=store.region,
@@ -378,6 +380,7 @@ def ended(lab: Lab) -> Iterator[dict[str, Any]]:
     few, none, batch = lab.write_input("few", 40), lab.write_input("none", 0), lab.write_batch("batch", 6)
     wrong = dataclasses.replace(lab.storage, secret_access_key=lab.wrong_secret)
     keys = lab.store.issue(3600.0)
+    lab.token_key_id = keys.access_key_id
     token = dataclasses.replace(
         lab.storage,
         access_key_id=keys.access_key_id,
@@ -386,9 +389,14 @@ def ended(lab: Lab) -> Iterator[dict[str, Any]]:
         conn_id="lake",
     )
 
+    role = dataclasses.replace(
+        lab.storage, role_arn="acs:ram::1:role/lake-writer", sts_endpoint_url=lab.store.endpoint_url
+    )
+    lab.store.role_lifetime_s = ROLE_LIFETIME_S
+
     def until_some_are_stored(ask: Ask) -> Answer:
         if lab.stored("token"):
-            lab.store.expire()
+            lab.store.expire(keys.access_key_id)
         return Answer(content=f"re: {ask.text}", delay_s=0.5)
 
     with MockEndpoint(script) as endpoint, MockEndpoint(until_some_are_stored) as slow:
@@ -400,6 +408,7 @@ def ended(lab: Lab) -> Iterator[dict[str, Any]]:
             "refused": lab.spec(endpoint, few, "refused", api_key=lab.wrong_key),
             "store": lab.spec(endpoint, few, "store", storage=wrong),
             "token": lab.spec(slow, lab.write_input("token", ROWS), "token", storage=token),
+            "role": lab.spec(slow, lab.write_input("role", ROWS), "role", storage=role),
         }
         jobs = {name: lab.submit(spec) for name, spec in specs.items()}
         yield {name: (job_id, *lab.ended(job_id)) for name, job_id in jobs.items()}
@@ -445,6 +454,14 @@ def test_a_token_that_expires_ends_the_job_with_a_sentence_and_keeps_its_rows(la
     assert error["type"] == "StorageError"
     assert "the session token of the connection 'lake' has expired; the finished rows are stored" in error["message"]
     assert 0 < len(lab.stored("token")) < ROWS
+
+
+def test_a_job_that_outlives_the_keys_of_its_role_gets_new_ones(lab: Lab, ended: dict[str, Any]) -> None:
+    """Its driver, which reads the input and commits the output, is there from the first keys to the last."""
+    assert ended["role"][1]["rows"] == ROWS
+    check_rows(lab, "role", ROWS)
+    ends = [keys.expires_s for name, keys in lab.store.issued.items() if name != lab.token_key_id]
+    assert max(ends) - ROLE_LIFETIME_S > min(ends), "none were asked for after the first had expired"
 
 
 def test_keys_are_nowhere_to_be_read(lab: Lab, ended: dict[str, Any]) -> None:
