@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +50,26 @@ def _run(name: str) -> dict[str, Any]:
     }[name]()
 
 
+@contextlib.contextmanager
+def _environment(env: dict[str, str]) -> Iterator[None]:
+    """These variables for a while; the folder for temporary files, which is among them, is looked up anew."""
+    saved = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+        tempfile.tempdir = None
+
+
 def _with_ray(name: str) -> dict[str, Any]:
     import ray
 
     from benchmarks import memory, offline, peers
     from demo.ray_head import ray_head
 
-    with ray_head(num_cpus=8, auth=False, object_store_mib=512) as node:
-        os.environ.update(node.env)
+    with ray_head(num_cpus=8, auth=False, object_store_mib=512) as node, _environment(node.env):
         here = str(Path(__file__).resolve().parent.parent)
         ray.init(address=node.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": here}})
         ray.data.DataContext.get_current().enable_progress_bars = False
