@@ -17,8 +17,8 @@ import json
 import resource
 import ssl
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import openai
 
@@ -31,6 +31,7 @@ httpx: Any = importlib.import_module("httpx2" if int(openai.__version__.split(".
 
 _CONNECT_S = 10.0
 _FILES_BESIDE_CONNECTIONS = 256
+_T = TypeVar("_T")
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
@@ -77,13 +78,19 @@ class EndpointClient:
         self._secrets = query.secrets
 
     async def complete(
-        self, body: Mapping[str, Any], *, timeout_s: float, stream: bool = False, prompts: tuple[str, ...] = ()
+        self,
+        body: Mapping[str, Any],
+        *,
+        limit_s: Callable[[], float],
+        stream: bool = False,
+        prompts: tuple[str, ...] = (),
     ) -> tuple[Reply, float | None]:
         """Send one request.
 
         Args:
             body: The request body.
-            timeout_s: Limit on the whole exchange, queue and generation included.
+            limit_s: Says how many seconds the whole exchange may take, queue and generation included. When they have
+                passed it is asked again: other rows may have shown meanwhile that the endpoint takes longer.
             stream: Measure the time to the first token. Not for embeddings.
             prompts: Texts that an error message must not repeat.
 
@@ -96,14 +103,14 @@ class EndpointClient:
         """
         try:
             if stream and self._query.endpoint != "embeddings":
-                return await asyncio.wait_for(self._stream(body), timeout_s)
-            return await asyncio.wait_for(self._plain(body), timeout_s), None
+                return await _within(limit_s, self._stream(body))
+            return await _within(limit_s, self._plain(body)), None
         except Fault as fault:
             fault.message = clean_message(fault.message, prompts, secrets=self._secrets)
             fault.args = (fault.message,)
             raise
         except asyncio.TimeoutError:
-            raise Fault("timeout", f"no reply within {timeout_s:.3g} s") from None
+            raise Fault("timeout", "the connection timed out") from None
         except (httpx.HTTPError, OSError) as exc:
             if isinstance(refused := _origin(exc), ssl.SSLCertVerificationError):
                 raise Fault(
@@ -174,6 +181,27 @@ class EndpointClient:
     async def close(self) -> None:
         with contextlib.suppress(Exception):
             await self._sdk.close()
+
+
+async def _within(limit_s: Callable[[], float], work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`.
+
+    Raises:
+        Fault: It took longer.
+    """
+    loop = asyncio.get_running_loop()
+    begin_s, task = loop.time(), asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            seconds = limit_s()
+            if (left_s := begin_s + seconds - loop.time()) <= 0:
+                raise Fault("timeout", f"no reply within {seconds:.3g} s")
+            await asyncio.wait((task,), timeout=left_s)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def _origin(exc: BaseException) -> BaseException:

@@ -38,7 +38,7 @@ class Client(Protocol):
     """What the engine needs of `EndpointClient`."""
 
     async def complete(
-        self, body: Any, *, timeout_s: float, stream: bool = False, prompts: tuple[str, ...] = ()
+        self, body: Any, *, limit_s: Callable[[], float], stream: bool = False, prompts: tuple[str, ...] = ()
     ) -> tuple[Reply, float | None]: ...
 
     async def is_reachable(self) -> bool: ...
@@ -217,11 +217,11 @@ class Engine:
             sent_s = self._clock()
             stream = probe and self._streams and not failed_probe
             attempts.sent += 1
-            timeout_s = self._deadlines.limit_s(request.max_tokens, timeouts=attempts.timeouts)
+            limit_s = partial(self._deadlines.limit_s, request.max_tokens, timeouts=attempts.timeouts)
             sample: Sample | None = None
             try:
                 answer, ttft_s = await self._client.complete(
-                    request.body, timeout_s=timeout_s, stream=stream, prompts=request.texts
+                    request.body, limit_s=limit_s, stream=stream, prompts=request.texts
                 )
                 done_s = self._clock()
                 sample = Sample(

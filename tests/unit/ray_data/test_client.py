@@ -60,7 +60,7 @@ def test_asks_without_the_aiohttp_extra(monkeypatch: pytest.MonkeyPatch) -> None
         query = Query(model="m", base_url=base_url, api_key=Secret("k"), prompt_col="text")
         client = EndpointClient(query, connections=4)
         try:
-            return (await client.complete(query.body({"text": "hello"}), timeout_s=10))[0]
+            return (await client.complete(query.body({"text": "hello"}), limit_s=lambda: 10))[0]
         finally:
             await client.close()
 
@@ -111,7 +111,7 @@ def test_a_private_authority_is_trusted_by_its_file_and_an_unknown_one_ends_the_
         query = Query(model="m", base_url=base_url, api_key=Secret("k"), prompt_col="text")
         client = EndpointClient(query, connections=4)
         try:
-            return (await client.complete(query.body({"text": "hello"}), timeout_s=10))[0]
+            return (await client.complete(query.body({"text": "hello"}), limit_s=lambda: 10))[0]
         finally:
             await client.close()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
 
 from airflow_provider_raylm.exceptions import PartialFailureError, TerminalEndpointError, TransientEndpointError
+from airflow_provider_raylm.ray_data import deadlines
 from airflow_provider_raylm.ray_data import engine as engine_module
 from airflow_provider_raylm.ray_data.client import EndpointClient
 from airflow_provider_raylm.ray_data.engine import Engine
@@ -324,11 +325,11 @@ class TimingOut:
     def __init__(self) -> None:
         self.limits_s: list[float] = []
 
-    async def complete(self, body: Any, *, timeout_s: float, **_: Any) -> tuple[dict[str, Any], None]:
+    async def complete(self, body: Any, *, limit_s: Callable[[], float], **_: Any) -> tuple[dict[str, Any], None]:
         await asyncio.sleep(0)
         if body["messages"][0]["content"] != "slow":
             return {"content": "fine", "completion_tokens": 2}, None
-        self.limits_s.append(timeout_s)
+        self.limits_s.append(limit_s())
         for _ in range(50):
             await asyncio.sleep(0)
         raise Fault("timeout", "no reply in time")
@@ -351,6 +352,21 @@ async def test_a_row_that_times_out_twice_is_quarantined() -> None:
     assert {reply["status"] for reply in replies[1:]} == {"ok"}
     assert client.limits_s == [325.0, 120.0]  # nothing seen yet; then twice the least, since the others were quick
     await engine.close()
+
+
+async def test_a_row_is_not_given_up_before_others_say_how_long_rows_take(
+    endpoint: MockEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rows go out together; a server that runs few at once answers the last of them late."""
+    for name, seconds in {"_FIRST_S": 3.0, "_FIRST_PER_TOKEN_S": 0.0, "_LEAST_S": 3.0}.items():
+        monkeypatch.setattr(deadlines, name, seconds)
+
+    def script(ask: Ask) -> Answer:
+        return Answer(content="y", delay_s=4.5 if ask.text == "late" else 1.5)
+
+    async with bench(endpoint, script, limit=10) as it:
+        replies = await it.ask("late", *["x"] * deadlines._ENOUGH_ROWS)
+    assert [reply["attempts"] for reply in replies] == [1] * len(replies)
 
 
 async def test_a_reply_that_does_not_come_is_given_up(endpoint: MockEndpoint) -> None:
@@ -630,7 +646,7 @@ async def test_what_a_request_is_signed_with_is_in_no_error(
     endpoint.script = lambda ask: answer(f"got {secret} from you")
     client = EndpointClient(query, connections=2)
     with pytest.raises(Fault) as caught:
-        await client.complete(query.body({"text": "hello"}), timeout_s=10, stream=stream)
+        await client.complete(query.body({"text": "hello"}), limit_s=lambda: 10, stream=stream)
     await client.close()
     for part in (secret, secret[:8]):
         assert part not in caught.value.message
