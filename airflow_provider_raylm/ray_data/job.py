@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import platform
+import re
 import socket
 import threading
 import time
@@ -75,6 +76,8 @@ _BLOCK_BYTES = 2**19
 _IO_CPUS = 0.25
 """Reading and writing wait for the store; they must find room beside the query actors and the model's engines."""
 _LAST_REPORT_S = 1.0
+_RAYS_ADVICE = re.compile(r"^Failed to .+ after \d+/\d+ attempts", re.MULTILINE)
+"""Ray Data adds to the words of any error how often it tried and how to change that."""
 
 
 def run(spec: QuerySpec) -> Manifest:
@@ -405,7 +408,8 @@ def _plain(exc: BaseException) -> RaylmError:
     if isinstance(error, RaylmError):
         return error
     cause = getattr(error, "cause", None) or error
-    lines = [line for line in str(cause).splitlines() if line.strip()]
+    words = cause.args[0] if cause.args and isinstance(cause.args[0], str) else str(cause)
+    lines = [line for line in _RAYS_ADVICE.split(words)[0].splitlines() if line.strip()]
     return RaylmError(f"the query job failed: {type(cause).__name__}: {lines[-1].strip() if lines else ''}"[:500])
 
 

@@ -169,8 +169,19 @@ def test_an_error_of_ours_comes_out_of_ray_as_it_was():
     assert str(found) == "the output folder is not free"
 
 
-def test_a_foreign_error_is_one_sentence():
-    """Its type and last line, without the traceback."""
-    found = _plain(_task_error(MemoryError("of worker 3\nout of memory")))
+ADVICE = "\nFailed to apply UDF transform after 1/1 attempts (total backoff 0.0s).\nTo change retry attempts, ..."
+
+
+@pytest.mark.parametrize("advice", ["", ADVICE])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (lambda advice: MemoryError("of worker 3\nout of memory" + advice), "MemoryError: out of memory"),
+        (lambda advice: KeyError("text" + advice), "KeyError: text"),
+    ],
+)
+def test_a_foreign_error_is_one_sentence(error, words, advice):
+    """Its type and last line, without the traceback, and without what Ray adds."""
+    found = _plain(_task_error(error(advice)))
     assert type(found) is RaylmError
-    assert str(found) == "the query job failed: MemoryError: out of memory"
+    assert str(found) == f"the query job failed: {words}"
