@@ -92,7 +92,7 @@ def start_head(
     object_store_mib: int = 256,
     resources: str = "{}",
     env: dict[str, str] | None = None,
-    start_timeout_s: float = 120.0,
+    start_timeout_s: float = 180.0,
 ) -> RayNode:
     """Start a Ray head on loopback and return when its dashboard answers.
 
@@ -124,7 +124,8 @@ def start_head(
         *_node_arguments(ports[2:8], num_cpus, num_gpus, object_store_mib, resources),
         f"--temp-dir={temp_dir}",
     ]
-    process = _spawn(command, {**cluster_env, **(env or {})}, temp_dir / "start.log")
+    patience = {"RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{start_timeout_s:.0f}"}
+    process = _spawn(command, {**cluster_env, **patience, **(env or {})}, temp_dir / "start.log")
     node = RayNode(
         address=f"{LOOPBACK}:{ports[0]}",
         dashboard_url=f"http://{LOOPBACK}:{ports[1]}",
