@@ -12,13 +12,14 @@ import pytest
 
 from airflow_provider_raylm.job_main import end_within
 
-_status = 1
+_status: int | None = None  # of the tests, once they are over
 
 
 def _leave() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(_status)
+    if _status is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status)
 
 
 # The first to be registered is the last to run. What comes after it, the destructors of Ray, Arrow and torch in one
@@ -42,4 +43,5 @@ def pytest_sessionfinish(exitstatus: int | pytest.ExitCode) -> None:
 
 def pytest_unconfigure() -> None:
     """Nothing that a test left behind keeps the process for long; it says what that was."""
-    end_within(60.0, _status)
+    if _status is not None:
+        end_within(60.0, _status)
