@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from airflow_provider_raylm.ray_data.contracts import Outcome, Sample
+from airflow_provider_raylm.ray_data.contracts import Begun, Outcome, Sample
 from airflow_provider_raylm.ray_data.flow import Flow, Tally
 from airflow_provider_raylm.ray_data.signals import Load
 from benchmarks.engine import Engine, Request, Shape
 from benchmarks.workload import Mix
+
+BEGINNING = 8
+"""Tokens of a stream by which its pace is known."""
 
 
 class Controller(Protocol):
@@ -195,14 +198,18 @@ class Replay:
 
     def _step(self, engine: Engine) -> None:
         seconds, first, done = engine.step()
-        self._at(self.now_s + seconds, lambda: self._stepped(engine, first, done))
+        self._at(self.now_s + seconds, lambda: self._stepped(engine, seconds, first, done))
 
-    def _stepped(self, engine: Engine, first: list[Request], done: list[Request]) -> None:
+    def _stepped(self, engine: Engine, step_s: float, first: list[Request], done: list[Request]) -> None:
         for request in first:
             if isinstance(request.owner, float):
                 self.waits.append((self.now_s, self.now_s - request.owner))
             else:
                 request.owner.first_s = self.now_s + self.shape.network_s / 2
+                if request.owner.stream and request.completion_tokens > BEGINNING:
+                    self._at(
+                        request.owner.first_s + (BEGINNING - 1) * step_s, lambda r=request: self._begun(r.owner, step_s)
+                    )
                 if request.owner.cut:
                     engine.cancel(request)
                     self._later(request.owner, "unreachable")
@@ -213,6 +220,10 @@ class Replay:
             self._step(engine)
         else:
             self._busy.discard(id(engine))
+
+    def _begun(self, sent: _Sent, step_s: float) -> None:
+        if isinstance(sent.job.flow, Flow) and sent.first_s is not None:
+            sent.job.flow.begun([Begun(sent.sent_s, sent.first_s - sent.sent_s, step_s)])
 
     def _later(self, sent: _Sent, outcome: Outcome) -> None:
         self._at(self.now_s + self.shape.network_s / 2, lambda: self._ended(sent, outcome))

@@ -23,6 +23,8 @@ from aiohttp import web
 from benchmarks.engine import Engine, Request, Shape
 from benchmarks.workload import SHAPES
 
+BEGINNING = 8
+"""Tokens of a stream that come one by one; the rest comes at its end, to save this machine the work."""
 INSTANT = Shape(name="instant", max_num_seqs=100_000, base_ms=0.0, per_seq_ms=0.0, per_prefill_ms=0.0)
 
 
@@ -50,6 +52,7 @@ class SimulatedServer:
         self._wake = [asyncio.Event() for _ in self._engines]
         self._started_s = time.monotonic()
         self._refused_s = -math.inf
+        self._step_s = 0.0
         self.highest = 0
         self.refused = 0
         self.too_soon = 0
@@ -79,6 +82,7 @@ class SimulatedServer:
                 await wake.wait()
                 due_s = time.monotonic()
             seconds, first, done = engine.step()
+            self._step_s = seconds / self.scale
             due_s += seconds / self.scale
             wait_s = due_s - time.monotonic()
             await asyncio.sleep(max(0.0, wait_s))
@@ -140,7 +144,9 @@ class SimulatedServer:
         await response.prepare(http)
         delta = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "sim"}
         chunk = {**delta, "choices": [{"index": 0, "delta": {"role": "assistant", "content": "w"}}]}
-        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        for _ in range(min(BEGINNING, request.completion_tokens - 1)):
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            await asyncio.sleep(self._step_s)
         await done.wait()
         end = {**delta, "choices": [{"index": 0, "delta": {"content": " w"}, "finish_reason": "stop"}]}
         usage = {**delta, "choices": [], "usage": self._reply(request)["usage"]}

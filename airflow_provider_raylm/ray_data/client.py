@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import openai
 
+from airflow_provider_raylm.ray_data.contracts import OnBegun
 from airflow_provider_raylm.ray_data.errors import Fault, clean_message, fault_of_reply
 from airflow_provider_raylm.ray_data.requests import PATHS, InvalidInput, Query, is_thinking_off
 from airflow_provider_raylm.ray_data.rows import Reply, reply_of_body
@@ -31,6 +32,8 @@ httpx: Any = importlib.import_module("httpx2" if int(openai.__version__.split(".
 
 _CONNECT_S = 10.0
 _FILES_BESIDE_CONNECTIONS = 256
+_BEGINNING = 8
+"""Tokens of a stream by which its pace is known."""
 _T = TypeVar("_T")
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
@@ -84,6 +87,7 @@ class EndpointClient:
         limit_s: Callable[[], float],
         stream: bool = False,
         prompts: tuple[str, ...] = (),
+        on_begun: OnBegun | None = None,
     ) -> tuple[Reply, float | None]:
         """Send one request.
 
@@ -93,6 +97,7 @@ class EndpointClient:
                 passed it is asked again: other rows may have shown meanwhile that the endpoint takes longer.
             stream: Measure the time to the first token. Not for embeddings.
             prompts: Texts that an error message must not repeat.
+            on_begun: See `OnBegun`; called at most once, and only for a reply that is longer than its beginning.
 
         Returns:
             The answer fields of the output struct, and the seconds to the first token (`None` if not streamed).
@@ -103,7 +108,7 @@ class EndpointClient:
         """
         try:
             if stream and self._query.endpoint != "embeddings":
-                return await _within(limit_s, self._stream(body))
+                return await _within(limit_s, self._stream(body, on_begun))
             return await _within(limit_s, self._plain(body)), None
         except Fault as fault:
             fault.message = clean_message(fault.message, prompts, secrets=self._secrets)
@@ -150,9 +155,10 @@ class EndpointClient:
         response = await self._send(body)
         return self._reply(_json(response.content), body)
 
-    async def _stream(self, body: Mapping[str, Any]) -> tuple[Reply, float | None]:
+    async def _stream(self, body: Mapping[str, Any], on_begun: OnBegun | None) -> tuple[Reply, float | None]:
         sent_s = time.monotonic()
         ttft_s: float | None = None
+        tokens = 0
         joined = _Joined()
         response = await self._send({**body, "stream": True, "stream_options": {"include_usage": True}}, stream=True)
         if "text/event-stream" not in response.headers.get("content-type", ""):  # it ignores `stream`
@@ -160,8 +166,12 @@ class EndpointClient:
                 return self._reply(_json(await response.aread()), body), None
         async with contextlib.aclosing(response), contextlib.aclosing(_events(response, self._secrets)) as events:
             async for event in events:
-                if ttft_s is None and has_token(event):
-                    ttft_s = time.monotonic() - sent_s
+                if tokens < _BEGINNING and has_token(event):
+                    tokens += 1
+                    since_s = time.monotonic() - sent_s
+                    ttft_s = since_s if ttft_s is None else ttft_s
+                    if tokens == _BEGINNING and on_begun is not None:
+                        on_begun(ttft_s, (since_s - ttft_s) / (_BEGINNING - 1))
                 joined.add(event)
         return self._reply(joined.body(), body), ttft_s
 

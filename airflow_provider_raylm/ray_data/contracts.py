@@ -6,6 +6,7 @@ stand behind them. Each can be tested, replaced or left out alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -40,6 +41,25 @@ class Sample:
     retry_after_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A streamed request whose first tokens have come; its end may be minutes away.
+
+    Attributes:
+        sent_s: `time.monotonic()` of the process that sent it, in seconds.
+        ttft_s: Seconds to the first token.
+        step_s: Seconds from one token to the next.
+    """
+
+    sent_s: float
+    ttft_s: float
+    step_s: float
+
+
+OnBegun = Callable[[float, float], None]
+"""Called while a stream runs, with the seconds to its first token and from one token to the next."""
+
+
 class Limiter(Protocol):
     """One actor's share of the job's limit on requests in flight. All methods run on the actor's event loop."""
 
@@ -53,6 +73,10 @@ class Limiter(Protocol):
 
     def release(self, sample: Sample) -> None:
         """Give the slot back with what became of the request. Call it before any back-off sleep. Never blocks."""
+        ...
+
+    def begun(self, request: Begun) -> None:
+        """The first tokens of a streamed request have come. Never blocks."""
         ...
 
     def count(self, *, rows: int = 0, errors: int = 0, resumed: int = 0) -> None:

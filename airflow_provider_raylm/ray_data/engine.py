@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from airflow_provider_raylm.exceptions import RaylmError, TerminalEndpointError
-from airflow_provider_raylm.ray_data.contracts import Limiter, Sample
+from airflow_provider_raylm.ray_data.contracts import Begun, Limiter, OnBegun, Sample
 from airflow_provider_raylm.ray_data.deadlines import Deadlines
 from airflow_provider_raylm.ray_data.errors import OUTCOME, Fault
 from airflow_provider_raylm.ray_data.policy import ErrorWatch
@@ -38,7 +38,13 @@ class Client(Protocol):
     """What the engine needs of `EndpointClient`."""
 
     async def complete(
-        self, body: Any, *, limit_s: Callable[[], float], stream: bool = False, prompts: tuple[str, ...] = ()
+        self,
+        body: Any,
+        *,
+        limit_s: Callable[[], float],
+        stream: bool = False,
+        prompts: tuple[str, ...] = (),
+        on_begun: OnBegun | None = None,
     ) -> tuple[Reply, float | None]: ...
 
     async def is_reachable(self) -> bool: ...
@@ -221,7 +227,11 @@ class Engine:
             sample: Sample | None = None
             try:
                 answer, ttft_s = await self._client.complete(
-                    request.body, limit_s=limit_s, stream=stream, prompts=request.texts
+                    request.body,
+                    limit_s=limit_s,
+                    stream=stream,
+                    prompts=request.texts,
+                    on_begun=partial(self._begun, sent_s) if stream else None,
                 )
                 done_s = self._clock()
                 sample = Sample(
@@ -278,6 +288,9 @@ class Engine:
             # the limiter waits out `Retry-After`: it is for all rows, and who waits there hears of a stall
             await self._sleep(min(backoff_s(attempts.failures), self._query.stall_timeout_s))
             probe = await self._limiter.acquire()
+
+    def _begun(self, sent_s: float, ttft_s: float, step_s: float) -> None:
+        self._limiter.begun(Begun(sent_s, ttft_s, step_s))
 
     def _bounded(self, retry_after_s: float | None) -> float | None:
         """Seconds to leave the endpoint alone: what it asked for, however long, but no longer than the stall limit."""

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_provider_raylm.ray_data.breaker import Breaker
-from airflow_provider_raylm.ray_data.contracts import Sample
-from airflow_provider_raylm.ray_data.limit import ALPHA, FIRST_LIMIT, MAX_LIMIT, Limit, Window
+from airflow_provider_raylm.ray_data.contracts import Begun, Sample
+from airflow_provider_raylm.ray_data.limit import ALPHA, FIRST_LIMIT, MAX_LIMIT, SETTLE_S, Limit, Window
 from airflow_provider_raylm.ray_data.signals import (
     MIN_FIT_ROWS,
     MIN_PROBES,
     OVERHEAD_S,
     Load,
     plausible,
+    share_from_beginnings,
     share_from_fit,
     share_from_probes,
 )
@@ -108,6 +109,7 @@ class Flow:
     _limit: Limit = field(init=False)
     _breaker: Breaker = field(init=False)
     _samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=512))
+    _begun: deque[Begun] = field(default_factory=lambda: deque(maxlen=2 * MIN_PROBES))
     _share_s: float = -math.inf
     _load: Load | None = None
     _load_s: float = -math.inf
@@ -160,6 +162,10 @@ class Flow:
             unreachable=counted.unreachable,
         ):
             self._limit.restart(now_s)
+
+    def begun(self, requests: Sequence[Begun]) -> None:
+        """Take in streamed requests whose first tokens have come, in this clock."""
+        self._begun.extend(requests)
 
     def expect(self, now_s: float, every_s: float) -> None:
         """Say that the server's metrics can be read, and change every so many seconds.
@@ -222,6 +228,8 @@ class Flow:
     def stream_every(self, now_s: float) -> int:
         """Every so manieth request should be streamed, to measure its time to first token; 0 for none."""
         seen = now_s - self._load_s <= max(2 * FRESH_S, self._fresh_s)
+        if seen and self._limit.slow_start and self._every_s > FRESH_S:
+            seen = False  # until the queue is found, what a page says in 10 s a stream says in two
         if seen or (self.total.success > UNSTREAMED_ROWS and not self._probes_seen):
             return 0
         return max(1, round(self._rows_per_s / PROBES_PER_S))
@@ -314,7 +322,14 @@ class Flow:
             dropped=self._dropped,
             latency_s=latency_s,
             work_per_s=self._tokens_per_s or self._rows_per_s,
+            early=self._early(now_s, latency_s, overhead_s),
         )
+
+    def _early(self, now_s: float, latency_s: float, overhead_s: float) -> float | None:
+        begun = [b for b in self._begun if b.sent_s >= self._limit.changed_s + SETTLE_S]
+        if not begun or now_s - self._load_s <= FRESH_S:
+            return None
+        return share_from_beginnings(begun, latency_s=latency_s or now_s - begun[0].sent_s, overhead_s=overhead_s)
 
 
 def _lately(now_s: float, samples: list[Sample], seconds: float, least: int) -> list[Sample]:

@@ -94,6 +94,7 @@ class Ledger:
         member.heard_s, member.loop_lag_s = now_s, report.loop_lag_s
         member.held, member.used, member.waiting = report.held, report.used, report.waiting
         member.total = report.total
+        self.flow.begun([replace(b, sent_s=now_s - b.sent_s) for b in report.begun])
         self.flow.add(
             now_s,
             new,

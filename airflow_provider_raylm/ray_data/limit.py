@@ -46,6 +46,8 @@ class Window:
         dropped: Requests the server turned away (429, 503).
         latency_s: Mean latency of the requests that ended lately; 0 when none ended.
         work_per_s: Tokens (rows where there are none) finished per second.
+        early: Share by streamed rows that were sent after the last change and still run; `None` when not known. Near 0
+            it says that there is no queue, long before those rows end.
     """
 
     now_s: float
@@ -58,6 +60,7 @@ class Window:
     dropped: int = 0
     latency_s: float = 0.0
     work_per_s: float = 0.0
+    early: float | None = None
 
 
 @dataclass(slots=True)
@@ -116,6 +119,7 @@ class Limit:
     _quiet: int = 0
     _held: int = 0
     _ceiling: float = field(default=float("inf"))
+    _free_at: float = 0.0
     _plateau: Plateau = field(default_factory=Plateau)
 
     def __post_init__(self) -> None:
@@ -136,6 +140,8 @@ class Limit:
                 self._set(0.9 * self.value, window.now_s, "the server turned requests away")
             self.slow_start = False
             self._quiet = 0
+        elif self.slow_start and window.early is not None and self._is_quiet(window, window.early):
+            self._double(window)
         elif window.share is not None:
             if window.instant or flown or (self.slow_start and window.settled):
                 self._follow(window, window.share, flown)
@@ -147,6 +153,7 @@ class Limit:
         """Begin again after the endpoint was away: it may have come back smaller, or cold."""
         self.slow_start = True
         self._quiet = 0
+        self._free_at = 0.0
         self._set(min(self.value, FIRST_LIMIT), now_s, "the endpoint is back")
         self._cut_s = now_s
 
@@ -154,16 +161,18 @@ class Limit:
         queued = share * self.value
         alpha = self._alpha(window, share)
         if self.slow_start:
-            if queued < alpha / 2:
-                if window.used >= 0.8 and (window.instant or flown):
-                    self._set(2 * self.value, window.now_s, "no queue yet: doubled")
+            if self._is_quiet(window, share):
+                if window.instant or flown:
+                    self._double(window)
                 return
             self._held = self._held + 1 if window.settled else 0
             if not flown and self._held < QUIET_WINDOWS:  # prompts that were sent together wait for each other
                 return
             self.slow_start = False
             if queued > alpha:
-                self._set(self.value * (1 - share) + alpha, window.now_s, "found the queue")
+                # rows that ended early were short, and make the share too large; what had no queue still has none
+                found = max(self.value * (1 - share) + alpha, self._free_at)
+                self._set(found, window.now_s, "found the queue")
             return
         self._quiet = self._quiet + 1 if queued < alpha / 4 else 0
         change = GAMMA * (alpha - queued)
@@ -183,6 +192,14 @@ class Limit:
                 self._set(1.25 * self.value, window.now_s, "no queue for a while")
             else:
                 self._set(self.value + change, window.now_s, "fewer waiting than wanted")
+
+    def _is_quiet(self, window: Window, share: float) -> bool:
+        return share * self.value < self._alpha(window, share) / 2
+
+    def _double(self, window: Window) -> None:
+        if window.used >= 0.8:
+            self._free_at = self.value
+            self._set(2 * self.value, window.now_s, "no queue yet: doubled")
 
     def _alpha(self, window: Window, share: float) -> float:
         """Requests to keep waiting: fewer where each of them waits long, since others would wait behind them.

@@ -13,11 +13,11 @@ import random
 import time
 import uuid
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from airflow_provider_raylm.exceptions import RaylmError, TransientEndpointError
-from airflow_provider_raylm.ray_data.contracts import Limiter, Sample
+from airflow_provider_raylm.ray_data.contracts import Begun, Limiter, Sample
 from airflow_provider_raylm.ray_data.flow import TICK_S, Flow, Tally
 from airflow_provider_raylm.ray_data.limit import FIRST_LIMIT
 from airflow_provider_raylm.ray_data.load import LoadReader
@@ -45,6 +45,7 @@ class Report:
         waiting: Requests that wait for a slot.
         total: Its running totals.
         samples: Some of the requests that ended since the last report; times are seconds before this report.
+        begun: Streamed requests whose first tokens have come since; `sent_s` is seconds before this report.
         retry_after_s: Longest pause the endpoint asked for since the last report.
         loop_lag_s: How late its event loop is.
         limit: The job's limit as last heard, from which a restarted keeper takes up.
@@ -57,6 +58,7 @@ class Report:
     waiting: int
     total: Tally
     samples: list[Sample]
+    begun: list[Begun] = field(default_factory=list)
     retry_after_s: float = 0.0
     loop_lag_s: float = 0.0
     limit: int = 0
@@ -94,6 +96,7 @@ class _Slots:
         self._waiters: deque[asyncio.Future[bool]] = deque()
         self._total = Tally()
         self._samples: list[Sample] = []
+        self._begun: list[Begun] = []
         self._seen = 0
         self._retry_after_s = 0.0
         self._random = random.Random(0)  # noqa: S311
@@ -131,6 +134,10 @@ class _Slots:
         else:
             self._retry_after_s = max(self._retry_after_s, sample.retry_after_s or 0.0)
             self._trouble(sample)
+
+    def begun(self, request: Begun) -> None:
+        """See `Limiter.begun`."""
+        self._begun.append(request)
 
     def count(self, *, rows: int = 0, errors: int = 0, resumed: int = 0) -> None:
         """See `Limiter.count`."""
@@ -199,12 +206,13 @@ class _Slots:
         if place < SAMPLES_PER_REPORT and self._samples[place].ttft_s is None:
             self._samples[place] = sample
 
-    def _take(self) -> tuple[list[Sample], float]:
+    def _take(self) -> tuple[list[Sample], list[Begun], float]:
         samples, self._samples = self._samples, []
+        begun, self._begun = self._begun, []
         retry_after_s, self._retry_after_s = self._retry_after_s, 0.0
         self._seen = 0
         samples.sort(key=lambda s: s.done_s)
-        return samples, retry_after_s
+        return samples, begun, retry_after_s
 
     async def _heartbeat(self) -> None:
         while True:
@@ -308,8 +316,9 @@ class LocalLimiter(_Slots):
                 self._stall()
 
     def _pass_on(self) -> None:
-        samples, retry_after_s = self._take()
+        samples, begun, retry_after_s = self._take()
         now = self._total.plus(Tally())
+        self.flow.begun(begun)
         self.flow.add(time.monotonic(), now.minus(self._passed_on), samples, retry_after_s)
         self.flow.holds(self._in_flight)
         self._passed_on = now
@@ -389,7 +398,7 @@ class KeeperLimiter(_Slots):
             await self._pause(REPORT_S if self._reachable else 1.0)
 
     async def _report(self, *, leaving: bool = False) -> None:
-        samples, retry_after_s = self._take()
+        samples, begun, retry_after_s = self._take()
         now_s = time.monotonic()
         report = Report(
             member=self._member,
@@ -398,6 +407,7 @@ class KeeperLimiter(_Slots):
             waiting=len(self._waiters),
             total=self._total,
             samples=[replace(s, sent_s=now_s - s.sent_s, done_s=now_s - s.done_s) for s in samples],
+            begun=[replace(b, sent_s=now_s - b.sent_s) for b in begun],
             retry_after_s=retry_after_s,
             loop_lag_s=self.loop_lag_s,
             limit=self._grant.limit,

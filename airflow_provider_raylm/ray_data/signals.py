@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from airflow_provider_raylm.ray_data.contracts import Sample
+from airflow_provider_raylm.ray_data.contracts import Begun, Sample
 
 OVERHEAD_S = 0.05
 """What a reply takes besides queue and steps of the model: parsing, templates, proxies."""
@@ -113,8 +113,28 @@ def share_from_probes(samples: Sequence[Sample], *, latency_s: float, overhead_s
     probes = [s for s in samples if s.ttft_s is not None and s.outcome == "success"]
     if len(probes) < MIN_PROBES or latency_s <= 0 or are_buffered(probes):
         return None
-    waits = [max(0.0, (s.ttft_s or 0.0) - PREFILL_STEPS * _step_s(s) - overhead_s) for s in probes]
+    waits = [_wait_s(s.ttft_s or 0.0, _step_s(s), overhead_s) for s in probes]
     return min(1.0, statistics.fmean(waits) / latency_s)
+
+
+def share_from_beginnings(begun: Sequence[Begun], *, latency_s: float, overhead_s: float = OVERHEAD_S) -> float | None:
+    """Waiting share from streamed rows that still run. Those that wait for their first token are not among them: a
+    share near 0 says that there is no queue, a larger one says little.
+
+    Args:
+        begun: Rows sent lately.
+        latency_s: Mean latency of rows, or less.
+        overhead_s: Time of a reply that is neither queue nor model.
+    """
+    held_back = sum(b.step_s < LEAST_STEP_S for b in begun) > len(begun) / 2
+    if len(begun) < MIN_PROBES or latency_s <= 0 or held_back:
+        return None
+    return min(1.0, statistics.fmean(_wait_s(b.ttft_s, b.step_s, overhead_s) for b in begun) / latency_s)
+
+
+def _wait_s(ttft_s: float, step_s: float, overhead_s: float) -> float:
+    """What steps of the model do not explain of the time before the first token."""
+    return max(0.0, ttft_s - PREFILL_STEPS * step_s - overhead_s)
 
 
 def share_from_fit(samples: Sequence[Sample], *, overhead_s: float = OVERHEAD_S) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from airflow_provider_raylm.ray_data.contracts import Sample
+from airflow_provider_raylm.ray_data.contracts import Begun, Sample
 
 
 class FixedLimiter:
@@ -22,6 +22,7 @@ class FixedLimiter:
         self.held = 0
         self.most_held = 0
         self.samples: list[Sample] = []
+        self.beginnings: list[Begun] = []
         self.rows = 0
         self.errors = 0
         self.resumed = 0
@@ -37,6 +38,9 @@ class FixedLimiter:
         self.held -= 1
         self.samples.append(sample)
         self._slots.release()
+
+    def begun(self, request: Begun) -> None:
+        self.beginnings.append(request)
 
     def count(self, *, rows: int = 0, errors: int = 0, resumed: int = 0) -> None:
         self.rows += rows

@@ -194,6 +194,18 @@ async def test_an_answer_becomes_its_row_streamed_or_not(
         assert bool(endpoint.asks[0].body.get("stream")) == (stream and "embeddings" not in arguments.values())
 
 
+@pytest.mark.parametrize(("tokens", "told"), [(6, 0), (8, 1), (30, 1)])
+async def test_a_stream_is_heard_of_when_it_has_begun(endpoint: MockEndpoint, tokens: int, told: int) -> None:
+    """With its eighth piece, once; a reply that is over before has said all there is."""
+    async with bench(endpoint, lambda ask: Answer(content="word" * tokens), stream=True) as it:
+        await it.ask("hello")
+        assert len(it.limiter.beginnings) == told
+        for begun in it.limiter.beginnings:
+            assert begun.ttft_s == pytest.approx(it.limiter.samples[0].ttft_s)
+            assert begun.step_s >= 0
+            assert begun.sent_s == it.limiter.samples[0].sent_s
+
+
 LONG = "a prompt that nobody should find in a message"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from airflow_provider_raylm.ray_data.contracts import Sample
+from airflow_provider_raylm.ray_data.contracts import Begun, Sample
 from airflow_provider_raylm.ray_data.flow import Flow, Tally
 from airflow_provider_raylm.ray_data.signals import Load
 from benchmarks.engine import Engine, Request, Shape
@@ -139,7 +139,26 @@ def test_metrics_that_change_seldom_outweigh_what_is_timed_here() -> None:
     flow.holds(64)
     flow.tick(10.5)
     assert (flow.limit, flow.signal) == (128, "metrics")
-    assert not any(flow.wants_stream(20.0) for _ in range(100))
+
+
+def test_until_the_queue_is_found_streams_outrun_pages_that_change_seldom() -> None:
+    """Rows of minutes on Ray Serve: neither their ends nor Ray's pages need to be waited for while nothing queues."""
+    flow = Flow(0.0, first_limit=64)
+    flow.expect(0.0, 10.0)
+    flow.see(0.1, Load(waiting=0, running=64))
+    for second in range(1, 8):
+        flow.holds(flow.limit)
+        assert any(flow.wants_stream(float(second)) for _ in range(100))
+        flow.begun([Begun(second - 0.5, 0.1, 0.02)] * 6)
+        flow.tick(float(second))
+    assert flow.limit == 64 * 2**3  # a second for those sent together to pass, one for those that tell
+    flow.see(20.0, Load(waiting=400, running=112))
+    flow.add(20.0, tally(success=20), [Sample(10.0 + i / 10, 20.0, "success", completion_tokens=50) for i in range(20)])
+    for second in (21, 22, 23):
+        flow.holds(512)
+        flow.tick(float(second))
+    assert flow.limit == 256
+    assert not any(flow.wants_stream(24.0) for _ in range(100))
 
 
 def test_metrics_that_stopped_changing_are_left_for_what_is_timed_here() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from airflow_provider_raylm.ray_data.contracts import Sample
+from airflow_provider_raylm.ray_data.contracts import Begun, Sample
 from airflow_provider_raylm.ray_data.flow import Flow, Tally
 from airflow_provider_raylm.ray_data.keeper import SILENT_S, Demand, Ledger, allot
 from airflow_provider_raylm.ray_data.limiter import Report
@@ -110,5 +110,7 @@ def test_a_new_keeper_takes_up_where_the_old_one_was() -> None:
 def test_times_of_another_process_are_put_on_the_keeper_s_clock() -> None:
     """Samples carry ages, not times: clocks of processes have no common zero."""
     ledger = Ledger(Flow(1000.0))
-    ledger.report(1010.0, report("a", samples=[Sample(3.0, 1.0, "success", 10, 10)], total=Tally(success=1)))
+    samples, begun = [Sample(3.0, 1.0, "success", 10, 10)], [Begun(2.0, 0.1, 0.02)]
+    ledger.report(1010.0, report("a", samples=samples, begun=begun, total=Tally(success=1)))
+    assert list(ledger.flow._begun) == [Begun(1008.0, 0.1, 0.02)]
     assert [(s.sent_s, s.done_s) for s in ledger.flow._samples] == [(1007.0, 1009.0)]

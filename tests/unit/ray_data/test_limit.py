@@ -57,6 +57,25 @@ def test_doubles_while_nothing_waits_and_stops_at_the_queue() -> None:
     assert limit.reason == "found the queue"
 
 
+def test_rows_that_have_just_begun_tell_that_there_is_no_queue() -> None:
+    """While the rows that tell it for sure still run, and whatever older ones say; but only that there is none."""
+    limit = Limit(64.0, 0.0)
+    assert [limit.step(seen(float(s), None, early=0.01, sent_s=None)) for s in (1, 2)] == [128, 256]
+    assert limit.step(seen(3.0, 0.4, early=0.01, instant=False, sent_s=0.0)) == 512
+    assert limit.step(seen(4.0, None, early=0.4)) == 512
+    assert limit.step(seen(5.0, None, early=0.01, used=0.7)) == 512
+    assert limit.slow_start
+
+
+def test_what_had_no_queue_is_not_given_up_for_a_first_guess_of_one() -> None:
+    """Rows that ended early were short, so the first share is too large: 64 had no queue, so 64 it is at least."""
+    limit = Limit(64.0, 0.0)
+    assert limit.step(seen(1.0, None, early=0.0)) == 128
+    assert limit.step(seen(9.0, 0.9, instant=False, sent_s=4.0)) == 64
+    assert not limit.slow_start
+    assert limit.step(seen(19.0, 0.9, instant=False, sent_s=12.0)) < 64
+
+
 def test_a_rush_of_prompts_is_not_taken_for_a_queue() -> None:
     """While more and more requests run, those that wait only await their first step: the limit stays."""
     limit = Limit(256.0, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,7 +12,7 @@ import ray
 
 from airflow_provider_raylm.exceptions import RaylmError, TransientEndpointError
 from airflow_provider_raylm.ray_data import limiter as limiter_module
-from airflow_provider_raylm.ray_data.contracts import Outcome, Sample
+from airflow_provider_raylm.ray_data.contracts import Begun, Outcome, Sample
 from airflow_provider_raylm.ray_data.limiter import (
     SAMPLES_PER_REPORT,
     Grant,
@@ -111,7 +112,7 @@ async def test_few_samples_stand_for_many(limiter: LocalLimiter) -> None:
     """Thousands of rows make one small report, and every probe is in it."""
     for i in range(5000):
         limiter._keep(ended(ttft_s=0.5) if i % 1000 == 999 else ended())
-    samples, _ = limiter._take()
+    samples, _, _ = limiter._take()
     assert SAMPLES_PER_REPORT <= len(samples) <= SAMPLES_PER_REPORT + 5
     assert sum(s.ttft_s is not None for s in samples) == 5
 
@@ -157,6 +158,30 @@ async def test_the_last_rows_are_reported_at_once(monkeypatch: pytest.MonkeyPatc
     limiter.release(ended())
     limiter.count(rows=1)
     assert await asyncio.wait_for(reported.get(), 10) == 1
+    await limiter.close()
+
+
+async def test_the_keeper_hears_when_streams_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when they end, which may be minutes later; the time is told as an age, since clocks differ."""
+    monkeypatch.setattr(limiter_module, "REPORT_S", 0.01)
+    heard: asyncio.Queue[list[Begun]] = asyncio.Queue()
+
+    class Keeper:
+        class report:
+            @staticmethod
+            async def remote(report: Report) -> Grant:
+                if report.begun:
+                    heard.put_nowait(report.begun)
+                return Grant(slots=1)
+
+    limiter = KeeperLimiter(Keeper, base_url="http://127.0.0.1:9/v1")
+    await limiter.acquire()
+    limiter.begun(Begun(time.monotonic() - 3.0, 0.2, 0.01))
+    (begun,) = await asyncio.wait_for(heard.get(), 10)
+    assert (begun.sent_s, begun.ttft_s, begun.step_s) == (pytest.approx(3.0, abs=1.0), 0.2, 0.01)
+    limiter.release(ended())
+    await asyncio.sleep(0.05)
+    assert heard.empty()
     await limiter.close()
 
 

@@ -6,8 +6,15 @@ import random
 
 import pytest
 
-from airflow_provider_raylm.ray_data.contracts import Sample
-from airflow_provider_raylm.ray_data.signals import Load, plausible, read_load, share_from_fit, share_from_probes
+from airflow_provider_raylm.ray_data.contracts import Begun, Sample
+from airflow_provider_raylm.ray_data.signals import (
+    Load,
+    plausible,
+    read_load,
+    share_from_beginnings,
+    share_from_fit,
+    share_from_probes,
+)
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -97,6 +104,22 @@ def test_a_stream_that_was_held_back_tells_nothing(whole: int, tokens: int, expe
     ]
     share = share_from_probes(probes, latency_s=1.0)
     assert share is expected if expected is None else share == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "step_s", "count", "expected"),
+    [
+        pytest.param(0.1, 0.02, 6, 0.0, id="no queue"),
+        pytest.param(2.17, 0.02, 6, 0.2, id="two seconds of ten"),
+        pytest.param(30.0, 0.02, 6, 1.0, id="more than rows take"),
+        pytest.param(0.1, 0.02, 5, None, id="too few"),
+        pytest.param(0.1, 0.0001, 6, None, id="held back"),
+    ],
+)
+def test_rows_that_still_run_show_the_wait(ttft_s: float, step_s: float, count: int, expected: float | None) -> None:
+    """Time to first token less what six steps explain, over the latency of a row."""
+    share = share_from_beginnings([Begun(1.0, ttft_s, step_s)] * count, latency_s=10.0)
+    assert share == (expected if expected is None else pytest.approx(expected))
 
 
 def test_no_wait_is_no_share() -> None:
