@@ -83,6 +83,10 @@ class Limiter(Protocol):
         """Add finished rows to the job's progress (`rows` includes `errors` and `resumed`)."""
         ...
 
+    async def flush(self) -> None:
+        """Return when all that was counted has been passed on, or cannot be."""
+        ...
+
     @property
     def window(self) -> int:
         """Most rows that may be started ahead of the oldest unfinished one."""

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -375,6 +375,10 @@ class EngineThread:
     def ask(self, *args: Any, **kwargs: Any) -> Callable[[], list[Reply]]:
         """Start `Engine.answer` from any thread. The result waits for the replies and returns them."""
         return asyncio.run_coroutine_threadsafe(self._engine.answer(*args, **kwargs), self._loop).result
+
+    def run(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a coroutine function on the engine's loop and wait for its end."""
+        asyncio.run_coroutine_threadsafe(function(), self._loop).result()
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call a function on the engine's loop, some time soon."""

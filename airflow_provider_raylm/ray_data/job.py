@@ -48,7 +48,7 @@ from airflow_provider_raylm.ray_data.commit import (
 )
 from airflow_provider_raylm.ray_data.ids import check_ids
 from airflow_provider_raylm.ray_data.journal import Journal
-from airflow_provider_raylm.ray_data.keeper import RunningKeeper, start_keeper
+from airflow_provider_raylm.ray_data.keeper import start_keeper
 from airflow_provider_raylm.ray_data.lock import folder_lock
 from airflow_provider_raylm.ray_data.policy import check_totals
 from airflow_provider_raylm.ray_data.progress import Reporter
@@ -75,7 +75,6 @@ _BLOCK_BYTES = 2**19
 """A query actor holds some thirty blocks at once, with a few times their size in objects for rows and replies."""
 _IO_CPUS = 0.25
 """Reading and writing wait for the store; they must find room beside the query actors and the model's engines."""
-_LAST_REPORT_S = 1.0
 _RAYS_ADVICE = re.compile(r"^Failed to .+ after \d+/\d+ attempts", re.MULTILINE)
 """Ray Data adds to the words of any error how often it tried and how to change that."""
 
@@ -283,14 +282,6 @@ def _take_up(
     return plan, run_id, False
 
 
-def _last_status(keeper: RunningKeeper, rows: int | None) -> dict[str, Any]:
-    """The state of flow control when the query actors have reported every row; they do so some times a second."""
-    deadline_s = time.monotonic() + _LAST_REPORT_S
-    while (status := keeper.status())["rows"] < (rows or 0) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    return status
-
-
 def _execute(
     spec: QuerySpec,
     query: Query,
@@ -346,7 +337,7 @@ def _execute(
             _every(1.0, "progress", lambda: reporter.update(keeper.status())),
         ):
             ds.write_datasink(sink, ray_remote_args={"num_cpus": _IO_CPUS})
-        flow = _last_status(keeper, plan.rows)
+        flow = keeper.status()
         reporter.close(flow)
         output.write_json(keeper.trace(), "flow.json")
         return sink.written, flow

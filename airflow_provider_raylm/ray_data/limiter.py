@@ -284,6 +284,10 @@ class LocalLimiter(_Slots):
         self._reader = LoadReader(base_url, model, api_key) if read_metrics else None
         self._passed_on = Tally()
 
+    async def flush(self) -> None:
+        """See `Limiter.flush`."""
+        self._pass_on()
+
     def status(self) -> dict[str, Any]:
         """Limit, signal, rates and totals at this moment."""
         self._pass_on()
@@ -427,11 +431,9 @@ class KeeperLimiter(_Slots):
         if self._grant.pause_s > 0:
             self._paused_until_s = max(self._paused_until_s, time.monotonic() + self._grant.pause_s)
 
-    def count(self, *, rows: int = 0, errors: int = 0, resumed: int = 0) -> None:
-        """See `Limiter.count`."""
-        super().count(rows=rows, errors=errors, resumed=resumed)
-        if not self._in_flight and not self._waiters:
-            self._soon.set()  # these may be the last rows of an actor that is about to end
+    async def flush(self) -> None:
+        """See `Limiter.flush`."""
+        await self._report()
 
     def _may_start(self) -> bool:
         return self._in_flight < self._grant.slots and time.monotonic() >= self._paused_until_s

@@ -255,6 +255,7 @@ class AiQuery:
                     self._store.flush()  # what is finished is kept, whatever ended the job
                 raise
             yield part.append_column(pa.field(self._query.output_col, kind), column)
+        self._engine.run(self._limiter.flush)  # Ray may end this actor as soon as its last block is done
 
     def _ask(self, table: pa.Table) -> Callable[[], list[Reply]]:
         """Hand the rows that have no stored reply to the engine; the replies are there when the result returns."""

@@ -47,6 +47,9 @@ class FixedLimiter:
         self.errors += errors
         self.resumed += resumed
 
+    async def flush(self) -> None:
+        pass
+
     @property
     def window(self) -> int:
         return self._window
