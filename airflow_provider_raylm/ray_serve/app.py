@@ -81,19 +81,23 @@ def fingerprint(spec: DeploySpec, versions: dict[str, str], packages: tuple[str,
     return _hash(decisive)
 
 
-def build(spec: DeploySpec, packages: tuple[str, ...]) -> App:
+def build(spec: DeploySpec, packages: tuple[str, ...], cpus: float) -> App:
     """Build the application of a spec.
 
     Args:
         spec: `llm_configs` or `serve_config`.
         packages: Uploaded packages of the user, part of what a replica is made of.
+        cpus: CPUs of the cluster. They bound the replicas of an ingress that the spec says nothing of.
 
     Raises:
         SpecError: The configuration is not one that this cluster's Ray takes.
     """
     if bool(spec.llm_configs) == bool(spec.serve_config):
         raise SpecError("a deploy needs either llm_configs or a serve_config, and not both")
-    return _from_llm_configs(spec, packages) if spec.llm_configs else _from_serve_config(spec, packages)
+    if spec.serve_config:
+        return _from_serve_config(spec, packages)
+    app = _from_llm_configs(spec, packages)
+    return app if "ingress_deployment_config" in spec.ingress else with_ingress(app, cpus)
 
 
 def route_of(spec: DeploySpec) -> str:
@@ -129,6 +133,31 @@ def replicas_at_start(deployment: Any) -> int:
     if scaling is None:
         return int(config.num_replicas or 1)
     return max(1, int(scaling.initial_replicas if scaling.initial_replicas is not None else scaling.min_replicas))
+
+
+def with_ingress(app: App, cpus: float) -> App:
+    """The application, with as many ingress replicas as its GPUs need.
+
+    Ray starts one. It is one process, and it was full (1.15 cores) before one H200 was. Models that scale, or that run
+    on CPUs, are left with it.
+    """
+    models = [d for d in app.built.deployments if _llm_config_of(d) is not None]
+    if not all(needs_of_replica(d).get("GPU") and d._deployment_config.autoscaling_config is None for d in models):
+        return app
+    count = ingress_replicas(sum(map(replicas_at_start, models)), cpus)
+    deployments = []
+    for deployment in app.built.deployments:
+        if deployment not in models:
+            version = deployment._version
+            deployment = deployment.options(num_replicas=count, autoscaling_config=None)
+            deployment._version = version
+        deployments.append(deployment)
+    return dataclasses.replace(app, built=dataclasses.replace(app.built, deployments=deployments))
+
+
+def ingress_replicas(models: int, cpus: float) -> int:
+    """Two for each replica of a model, as long as they take no more than a quarter of the cluster's CPUs."""
+    return max(1, min(2 * models, int(cpus // 4)))
 
 
 def with_surge(app: App) -> App:

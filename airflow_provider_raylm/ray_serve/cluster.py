@@ -37,6 +37,13 @@ def connect() -> None:
     ray.init("auto", namespace=NAMESPACE, log_to_driver=False, logging_level="warning", ignore_reinit_error=True)
 
 
+def cpus() -> float:
+    """CPUs of the cluster."""
+    import ray
+
+    return float(ray.cluster_resources().get("CPU", 0.0))
+
+
 def without_package(job_config: str, package: Path) -> str:
     """Take the package this process runs from out of a job's configuration.
 

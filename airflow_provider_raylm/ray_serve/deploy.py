@@ -167,7 +167,7 @@ class _Deploy:
 
     def _check(self) -> None:
         """Everything that can be known before something is started, the quick checks first."""
-        self._app = apps.build(self._spec, self._packages)
+        self._app = apps.build(self._spec, self._packages, cluster.cpus())
         for config in self._app.llm_configs:
             preflight.check_no_gpus(config.model_id, config.deployment_config)
         preflight.check_model_paths(self._app.llm_configs)
@@ -489,7 +489,9 @@ class _Deploy:
         if serve is None:
             return
         spec = from_json(DeploySpec, json.dumps(former))
-        serve.deploy_applications([apps.build(spec, self._packages).built], wait_for_applications_running=False)
+        serve.deploy_applications(
+            [apps.build(spec, self._packages, cluster.cpus()).built], wait_for_applications_running=False
+        )
 
 
 if __name__ == "__main__":

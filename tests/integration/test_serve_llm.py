@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from airflow_provider_raylm.exceptions import SpecError
+from airflow_provider_raylm.ray_serve.app import build, replicas_at_start
 from airflow_provider_raylm.ray_serve.preflight import check_engine_kwargs
 from airflow_provider_raylm.spec import DeploySpec, LeaseSpec, TeardownSpec
 from demo.model import TINY_QWEN3_ID, cpu_llm_config, tiny_qwen3, tiny_qwen3_adapter
@@ -90,6 +91,36 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+ON_GPUS = {
+    "model_loading_config": {"model_id": "m", "model_source": "/mnt/m"},
+    "engine_kwargs": {"tensor_parallel_size": 2},
+    "deployment_config": {"num_replicas": 3},
+    "accelerator_config": {"kind": "gpu"},
+}
+SCALING = {**ON_GPUS, "deployment_config": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 9}}}
+
+
+@pytest.mark.parametrize(
+    ("llm_config", "cpus", "ingress", "replicas"),
+    [
+        pytest.param(ON_GPUS, 64.0, {}, 6, id="two for each"),
+        pytest.param(ON_GPUS, 16.0, {}, 4, id="a quarter of the CPUs"),
+        pytest.param(ON_GPUS, 3.0, {}, 1, id="few CPUs"),
+        pytest.param(ON_GPUS, 64.0, {"ingress_deployment_config": {"num_replicas": 5}}, 5, id="as was said"),
+        pytest.param(SCALING, 64.0, {}, 1, id="a model that scales"),
+        pytest.param(cpu_llm_config("m", "/mnt/m"), 64.0, {}, 1, id="a model on CPUs"),
+    ],
+)
+def test_the_ingress_is_as_wide_as_its_gpus_need(
+    llm_config: dict[str, Any], cpus: float, ingress: dict[str, Any], replicas: int
+) -> None:
+    """Ray's default of one is full before a GPU is. What a replica is made of stays the same."""
+    app = build(spec(llm_config, ingress=ingress), (), cpus)
+    assert {d.name: replicas_at_start(d) for d in app.built.deployments}["OpenAiIngress"] == replicas
+    alone = build(spec(llm_config, ingress=ingress), (), 0.0)
+    assert [d._version for d in app.built.deployments] == [d._version for d in alone.built.deployments]
 
 
 @pytest.mark.parametrize(
