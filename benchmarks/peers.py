@@ -24,7 +24,7 @@ from typing import Any
 
 import ray
 
-from airflow_provider_raylm.ray_data.contracts import Sample
+from airflow_provider_raylm.ray_data.contracts import Begun, Sample
 from benchmarks.endpoint import Watch, serve
 from benchmarks.server import prompt
 from benchmarks.workload import MIXES
@@ -54,7 +54,13 @@ class FixedLimiter:
     def release(self, sample: Sample) -> None:
         self._slots.release()
 
+    def begun(self, request: Begun) -> None:
+        pass
+
     def count(self, **_: int) -> None:
+        pass
+
+    async def flush(self) -> None:
         pass
 
     async def close(self) -> None:

@@ -65,8 +65,8 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         serve_config: Instead of all of them: the content of a `serve_config.yaml`, or the name of such a file that the
             DAG's templates are found by.
         route_prefix: Path under the proxy. Default: `/<app_name>`.
-        ingress: `ingress_deployment_config` and `ingress_cls_config` of `build_openai_app`. Without the first, models on
-            GPUs get two ingress replicas for each of theirs, on at most a quarter of the cluster's CPUs.
+        ingress: `ingress_deployment_config` and `ingress_cls_config` of `build_openai_app`. Without the first, models
+            on GPUs get two ingress replicas for each of theirs, on at most a quarter of the cluster's CPUs.
         http_options: Serve's HTTP options, used only if Serve does not run on the cluster yet: `host`, `port`,
             `proxy_location`, `root_path`, `ssl_certfile`, `ssl_keyfile`, ... A private authority's file is named by the
             variable `SSL_CERT_FILE` on the cluster.

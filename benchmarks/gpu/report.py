@@ -43,13 +43,17 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
             continue
         sweep = [f for f in by_stage.get("fixed", []) if f.get("variant") == line["variant"] and f.get("tokens_per_s")]
         best = max(sweep, key=lambda f: f["tokens_per_s"], default=None)
-        whole, steady = line["completion_tokens_per_s"], steady_rate(line["trace"])
+        asking_s, steady = asking_time(line["trace"]), steady_rate(line["trace"])
+        whole = line["completion_tokens"] / asking_s
         figures: Line = {
             "variant": line["variant"],
             "seed": line["seed"],
             "rows": line["rows"],
             "errors": line["errors"],
             "signal": (line.get("flow") or {}).get("signal"),
+            "job_s": line["job_s"],
+            "asking_s": asking_s,
+            "rows_per_s": round(line["rows"] / asking_s, 1),
             "tokens_per_s": round(whole),
             "steady_tokens_per_s": steady,
         }
@@ -66,6 +70,13 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
     return {"ceiling_tokens_per_s": ceiling and round(ceiling), "queries": queries, "stages": by_stage}
 
 
+def asking_time(trace: dict[str, list[Any]]) -> float:
+    """Seconds from the first request to the last reply, up to one more at either end: the trace has one row a second."""
+    first = next(i for i, n in enumerate(trace["in_flight"]) if n)
+    before = trace["elapsed_s"][first - 1] if first else 0.0
+    return round(float(trace["elapsed_s"][-1] - before), 1)
+
+
 def steady_rate(trace: dict[str, list[Any]]) -> int | None:
     """Tokens/s finished while at least 90 % of the most requests were in flight."""
     in_flight, at, tokens = trace["in_flight"], trace["elapsed_s"], trace["completion_tokens"]
@@ -77,8 +88,9 @@ def steady_rate(trace: dict[str, list[Any]]) -> int | None:
 
 
 def first_s(trace: dict[str, list[Any]], in_flight: int) -> float | None:
-    """Seconds from the start of flow control until so many requests were in flight."""
-    return next((t for t, n in zip(trace["elapsed_s"], trace["in_flight"], strict=True) if n >= in_flight), None)
+    """Seconds from the first request until so many were in flight."""
+    reached = next((t for t, n in zip(trace["elapsed_s"], trace["in_flight"], strict=True) if n >= in_flight), None)
+    return None if reached is None else round(reached - trace["elapsed_s"][-1] + asking_time(trace), 1)
 
 
 def table(results: dict[str, Any]) -> str:
@@ -110,7 +122,7 @@ def table(results: dict[str, Any]) -> str:
         (
             f"ai_query, {q['variant']}",
             "adaptive",
-            "",
+            q["rows_per_s"],
             f"{q['tokens_per_s']:,} / {q['steady_tokens_per_s'] or 0:,}",
             q["errors"],
         )
