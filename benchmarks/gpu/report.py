@@ -71,7 +71,7 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def asking_time(trace: dict[str, list[Any]]) -> float:
-    """Seconds from the first request to the last reply, up to one more at either end: the trace has one row a second."""
+    """Seconds from the first request to the last reply, or up to two more: the trace has one row a second."""
     first = next(i for i, n in enumerate(trace["in_flight"]) if n)
     before = trace["elapsed_s"][first - 1] if first else 0.0
     return round(float(trace["elapsed_s"][-1] - before), 1)
