@@ -1,8 +1,8 @@
 """One request to an OpenAI-compatible endpoint: sent once, its reply or its `Fault` handed back.
 
-The SDK says what a request looks like (URL, key, headers, query) and brings the transport; its aiohttp one costs half
-the CPU of the default one. Requests go straight over that transport: building each anew and reading replies into
-models costs more than the exchange, and the SDK's own retries would multiply ours and hold a slot while they sleep.
+The SDK says what a request looks like (URL, key, headers, query). Requests go straight over the transport: building
+each anew and reading replies into models costs more than the exchange, and the SDK's own retries would multiply ours
+and hold a slot while they sleep.
 
 A streamed request gives the same reply as a plain one; it is only there to measure the time to the first token, at
 many times the cost.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import resource
 import ssl
@@ -26,24 +25,15 @@ from airflow_provider_raylm.ray_data.contracts import OnBegun
 from airflow_provider_raylm.ray_data.errors import Fault, clean_message, fault_of_reply
 from airflow_provider_raylm.ray_data.requests import PATHS, InvalidInput, Query, is_thinking_off
 from airflow_provider_raylm.ray_data.rows import Reply, reply_of_body
-
-# version 2 of the SDK speaks httpx, version 3 httpx2; both packages may be installed
-httpx: Any = importlib.import_module("httpx2" if int(openai.__version__.split(".")[0]) >= 3 else "httpx")
+from airflow_provider_raylm.ray_data.transport import AiohttpTransport, httpx
 
 _CONNECT_S = 10.0
+_KEEPALIVE_S = 30.0
 _FILES_BESIDE_CONNECTIONS = 256
 _BEGINNING = 8
 """Tokens of a stream by which its pace is known."""
 _T = TypeVar("_T")
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
-
-
-def _transport(**options: Any) -> Any:
-    """The SDK's aiohttp transport; its default one where the image has `openai` without the `aiohttp` extra."""
-    try:
-        return openai.DefaultAioHttpClient(**options)
-    except RuntimeError:
-        return openai.DefaultAsyncHttpxClient(**options)
 
 
 class EndpointClient:
@@ -56,19 +46,18 @@ class EndpointClient:
 
     def __init__(self, query: Query, *, connections: int) -> None:
         self._query = query
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30.0)
-        # the row's deadline is ours, see `complete`; these only end a connection that nobody waits for any more
-        timeout = httpx.Timeout(None, connect=_CONNECT_S, pool=None)
-        self._timeout = timeout.as_dict()
         # OpenSSL's own choice of authorities, so that SSL_CERT_FILE names a private one; proxies of the environment and
         # .netrc are not for the cluster's own nodes
         trusted = ssl.create_default_context()
-        self._http = _transport(timeout=timeout, limits=limits, verify=trusted, trust_env=False, follow_redirects=False)
+        transport = AiohttpTransport(
+            connections=connections, connect_s=_CONNECT_S, trusted=trusted, keepalive_s=_KEEPALIVE_S
+        )
+        self._http = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False, follow_redirects=False)
         self._sdk = openai.AsyncOpenAI(
             base_url=query.base_url,
             api_key=query.api_key.reveal(),
             max_retries=0,
-            timeout=timeout,
+            timeout=None,
             default_headers=query.headers or None,
             default_query=query.options.get("extra_query") or None,
             http_client=self._http,
@@ -135,9 +124,7 @@ class EndpointClient:
             content = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as exc:
             raise InvalidInput(f"the request cannot be sent as JSON: {type(exc).__name__}") from None
-        request = httpx.Request(
-            "POST", self._url, headers=self._headers, content=content, extensions={"timeout": self._timeout}
-        )
+        request = httpx.Request("POST", self._url, headers=self._headers, content=content)
         response = await self._http.send(request, stream=stream)
         if not response.is_success:
             await response.aread()

@@ -20,7 +20,6 @@ from airflow_provider_raylm.ray_data.errors import Fault
 from airflow_provider_raylm.ray_data.requests import Query, Secret
 from airflow_provider_raylm.ray_data.rows import Reply
 from tests.support.certificates import Certificate, certificate
-from tests.support.mock_endpoint import MockEndpoint
 
 
 @pytest.mark.parametrize(
@@ -46,26 +45,6 @@ def test_a_stream_has_begun_with_its_first_token(choice: dict[str, Any], expecte
 def test_speaks_the_http_library_of_the_sdk_not_whichever_is_installed() -> None:
     """Version 2 of the SDK takes httpx, version 3 httpx2; an image may hold both."""
     assert client_module.httpx.Timeout.__module__.split(".")[0] == type(openai.DEFAULT_TIMEOUT).__module__.split(".")[0]
-
-
-def test_asks_without_the_aiohttp_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM needs plain `openai`: a cluster's image may lack the extra, and its rows are asked all the same."""
-
-    def missing(**_: Any) -> None:
-        raise RuntimeError("To use the aiohttp client you must have installed the package with the `aiohttp` extra")
-
-    monkeypatch.setattr(openai, "DefaultAioHttpClient", missing)
-
-    async def ask(base_url: str) -> Reply:
-        query = Query(model="m", base_url=base_url, api_key=Secret("k"), prompt_col="text")
-        client = EndpointClient(query, connections=4)
-        try:
-            return (await client.complete(query.body({"text": "hello"}), limit_s=lambda: 10))[0]
-        finally:
-            await client.close()
-
-    with MockEndpoint() as endpoint:
-        assert asyncio.run(ask(endpoint.base_url))["finish_reason"] == "stop"
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
