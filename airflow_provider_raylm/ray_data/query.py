@@ -46,6 +46,7 @@ _ROWS_PER_SORTED_CALL = 4096  # prefixes meet only inside a call
 _SORTED_CALLS_PER_ACTOR = 4
 _ROWS_PER_PART = 1024  # of a call's result; finished parts need not wait in memory for the rest
 _MOST_CONNECTIONS = 4096
+_PIECES_CPUS = 0.1  # of the step before the actors, where it runs apart from them
 START_CONCURRENCY = 32  # where the limit starts when nobody says: 32 × 8 rows; the number of actors says nothing of it
 
 
@@ -154,16 +155,23 @@ def ai_query(
         (_ROWS_PER_SORTED_CALL, _SORTED_CALLS_PER_ACTOR) if group_by_prefix else (_ROWS_PER_CALL, _CALLS_PER_ACTOR)
     )
     num_cpus = cpus_per_actor(actors, ray.available_resources().get("CPU", 0.0))
-    # Ray runs steps that ask for the same as one: these two in the actor, and none of the user's with them
-    pieces = ds.map_batches(_as_it_is, batch_size=rows, batch_format="pyarrow", zero_copy_batch=True, num_cpus=num_cpus)
+    pool = _actor_pool(actors, calls)
+    # Ray runs steps that ask for the same as one: these two in the actor, where it can, and none of the user's with it
+    pieces = ds.map_batches(
+        _as_it_is,
+        batch_size=rows,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        num_cpus=_PIECES_CPUS if "max_concurrency" in pool else num_cpus,
+    )
     return pieces.map_batches(
         AiQuery,
         fn_constructor_args=(_Sealed(query, limiter_factory, store_factory),),
         batch_size=None,
         batch_format="pyarrow",
         zero_copy_batch=True,
-        compute=_actor_pool(actors, calls),
         num_cpus=num_cpus,
+        **pool,
     )
 
 
@@ -326,15 +334,15 @@ def _as_it_is(table: pa.Table) -> pa.Table:
     return table
 
 
-def _actor_pool(actors: int, calls: int) -> Any:
-    """A fixed pool whose actors work on `calls` blocks at once."""
+def _actor_pool(actors: int, calls: int) -> dict[str, Any]:
+    """A fixed pool whose actors work on `calls` blocks at once, as arguments of `map_batches`."""
     known = inspect.signature(ray.data.ActorPoolStrategy.__init__).parameters
     options: dict[str, Any] = {"size": actors, "max_tasks_in_flight_per_actor": calls + 4}
-    if "max_concurrent_calls_per_actor" in known:
-        options["max_concurrent_calls_per_actor"] = calls
     if "enable_true_multi_threading" in known:
         options["enable_true_multi_threading"] = True
-    return ray.data.ActorPoolStrategy(**options)
+    if "max_concurrent_calls_per_actor" in known:
+        return {"compute": ray.data.ActorPoolStrategy(**options, max_concurrent_calls_per_actor=calls)}
+    return {"compute": ray.data.ActorPoolStrategy(**options), "max_concurrency": calls}  # before Ray 2.60
 
 
 def _job_limiter(query: Query, *, concurrency: int, batch_size: int, priority: Priority) -> LimiterFactory:
