@@ -83,13 +83,16 @@ class Ledger:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self._members: dict[str, _Member] = {}
+        self._silent: dict[str, Tally] = {}
 
     def report(self, now_s: float, report: Report) -> Grant:
         """Take in a report and answer what its sender may hold."""
-        fresh = report.member not in self._members
-        member = self._members.setdefault(report.member, _Member())
-        if fresh and report.limit > self.flow.limit:
-            self.flow.take_up(now_s, report.limit)
+        member = self._members.get(report.member)
+        if member is None:
+            back = self._silent.pop(report.member, None)  # counted before it fell silent
+            member = self._members[report.member] = _Member(total=back or Tally())
+            if back is None and report.limit > self.flow.limit:
+                self.flow.take_up(now_s, report.limit)
         new = report.total.minus(member.total)
         member.heard_s, member.loop_lag_s = now_s, report.loop_lag_s
         member.held, member.used, member.waiting = report.held, report.used, report.waiting
@@ -110,7 +113,8 @@ class Ledger:
 
     def tick(self, now_s: float) -> dict[str, Any]:
         """Forget who has fallen silent, and adjust the limit."""
-        self._members = {k: m for k, m in self._members.items() if now_s - m.heard_s <= SILENT_S}
+        for name in [k for k, m in self._members.items() if now_s - m.heard_s > SILENT_S]:
+            self._silent[name] = self._members.pop(name).total
         self._tell()
         return {**self.flow.tick(now_s), "members": len(self._members)}
 

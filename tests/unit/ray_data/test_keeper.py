@@ -73,6 +73,16 @@ def test_the_slots_of_a_silent_actor_are_lent_to_others() -> None:
     assert ledger.report(SILENT_S + 1.2, report("alive")).slots == 64
 
 
+def test_an_actor_that_comes_back_is_not_counted_anew() -> None:
+    """One whose process stood still for longer was counted before, and knows no limit better than the keeper's."""
+    ledger = Ledger(Flow(0.0, first_limit=64))
+    ledger.report(0.0, report("a", total=Tally(success=5, rows=5)))
+    ledger.tick(SILENT_S + 1.0)
+    ledger.report(SILENT_S + 2.0, report("a", total=Tally(success=7, rows=7), limit=500))
+    assert ledger.status(SILENT_S + 2.0)["rows"] == 7
+    assert ledger.flow.limit == 64
+
+
 def test_an_actor_that_leaves_gives_its_slots_back_at_once() -> None:
     """Closing returns everything."""
     ledger = Ledger(Flow(0.0, first_limit=64))
