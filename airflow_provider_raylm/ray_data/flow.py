@@ -34,7 +34,11 @@ FRESH_S = 2.5
 ARRIVED_S = 0.4
 """Time after a change of the limit before the server's metrics can show it."""
 PROBES_PER_S = 6.0
-"""Streamed rows aimed at, since reading a stream costs the client a hundred times a plain reply."""
+STREAMED_TOKENS_PER_S = 600.0
+"""Streamed rows, and tokens in them, aimed at. A streamed token costs a client 0.1 ms and Ray Serve LLM about 1 ms in
+three processes, of which one is full before the GPU is."""
+FIRST_PROBES = 64
+"""Streamed rows of the first flight."""
 UNSTREAMED_ROWS = 512
 """Rows after which a server that has never streamed one is taken for one that cannot."""
 MOSTLY = 0.5
@@ -179,7 +183,7 @@ class Flow:
     @property
     def _fresh_s(self) -> float:
         """Age up to which a reading is gone by."""
-        return FRESH_S if self._every_s <= FRESH_S else 1.5 * self._every_s
+        return FRESH_S if self._every_s <= FRESH_S else 2.5 * self._every_s
 
     def see(self, now_s: float, load: Load) -> None:
         """Take in a reading of the server's metrics."""
@@ -228,11 +232,12 @@ class Flow:
     def stream_every(self, now_s: float) -> int:
         """Every so manieth request should be streamed, to measure its time to first token; 0 for none."""
         seen = now_s - self._load_s <= max(2 * FRESH_S, self._fresh_s)
-        if seen and self._limit.slow_start and self._every_s > FRESH_S:
-            seen = False  # until the queue is found, what a page says in 10 s a stream says in two
         if seen or (self.total.success > UNSTREAMED_ROWS and not self._probes_seen):
             return 0
-        return max(1, round(self._rows_per_s / PROBES_PER_S))
+        if not self.total.success:
+            return max(1, self.limit // FIRST_PROBES)
+        tokens = max(1.0, self.total.completion_tokens / self.total.success)
+        return max(1, round(self._rows_per_s / min(PROBES_PER_S, STREAMED_TOKENS_PER_S / tokens)))
 
     def wants_stream(self, now_s: float) -> bool:
         """True when the next request should be streamed."""
@@ -247,6 +252,8 @@ class Flow:
             One row of the trace.
         """
         self._measure_rates(now_s)
+        if self._in_flight > 2 * max(self._lately_in_flight):
+            self._limit.rush(now_s - TICK_S)
         self._lately_in_flight.append(self._in_flight)
         if not self._breaker.is_open:
             self._limit.step(self._window(now_s))
@@ -301,6 +308,8 @@ class Flow:
                 self._running = self._load.running
         else:
             probes = sorted((s for s in successes if s.ttft_s is not None), key=lambda s: s.sent_s)[-2 * MIN_PROBES :]
+            since = [s for s in probes if s.sent_s >= self._limit.changed_s + SETTLE_S]
+            probes = since if len(since) >= MIN_PROBES else probes
             rows = _lately(now_s, successes, 2.0, 2 * MIN_FIT_ROWS)
             if (share := share_from_probes(probes, latency_s=latency_s, overhead_s=overhead_s)) is not None:
                 basis, self.signal = probes, "ttft"
@@ -322,14 +331,17 @@ class Flow:
             dropped=self._dropped,
             latency_s=latency_s,
             work_per_s=self._tokens_per_s or self._rows_per_s,
-            early=self._early(now_s, latency_s, overhead_s),
+            early=None if now_s - self._load_s <= FRESH_S else self._early(now_s, successes, latency_s, overhead_s),
         )
 
-    def _early(self, now_s: float, latency_s: float, overhead_s: float) -> float | None:
-        begun = [b for b in self._begun if b.sent_s >= self._limit.changed_s + SETTLE_S]
-        if not begun or now_s - self._load_s <= FRESH_S:
-            return None
-        return share_from_beginnings(begun, latency_s=latency_s or now_s - begun[0].sent_s, overhead_s=overhead_s)
+    def _early(self, now_s: float, successes: Sequence[Sample], latency_s: float, overhead_s: float) -> float | None:
+        """Share by rows sent since the last change: streamed ones that still run, or else short ones that ended."""
+        since_s = self._limit.changed_s + SETTLE_S
+        if begun := [b for b in self._begun if b.sent_s >= since_s]:
+            share = share_from_beginnings(begun, latency_s=latency_s or now_s - begun[0].sent_s, overhead_s=overhead_s)
+            if share is not None:
+                return share
+        return share_from_fit([s for s in successes if s.sent_s >= since_s], overhead_s=overhead_s)
 
 
 def _lately(now_s: float, samples: list[Sample], seconds: float, least: int) -> list[Sample]:

@@ -46,8 +46,8 @@ class Window:
         dropped: Requests the server turned away (429, 503).
         latency_s: Mean latency of the requests that ended lately; 0 when none ended.
         work_per_s: Tokens (rows where there are none) finished per second.
-        early: Share by streamed rows that were sent after the last change and still run; `None` when not known. Near 0
-            it says that there is no queue, long before those rows end.
+        early: Share by the first rows sent after the last change of which something is known; `None` when not known.
+            Near 0 it says that there is no queue, long before most of those rows end.
     """
 
     now_s: float
@@ -120,6 +120,7 @@ class Limit:
     _held: int = 0
     _ceiling: float = field(default=float("inf"))
     _free_at: float = 0.0
+    _raised: int = 0
     _plateau: Plateau = field(default_factory=Plateau)
 
     def __post_init__(self) -> None:
@@ -129,6 +130,10 @@ class Limit:
     def changed_s(self) -> float:
         """When the limit last changed."""
         return max(self._cut_s, self._grown_s)
+
+    def rush(self, now_s: float) -> None:
+        """Say that many requests have just been sent at once. They meet each other, as after a change."""
+        self._grown_s = max(self._grown_s, now_s)
 
     def step(self, window: Window) -> float:
         """Take one window into account and return the new limit."""
@@ -175,6 +180,7 @@ class Limit:
                 self._set(found, window.now_s, "found the queue")
             return
         self._quiet = self._quiet + 1 if queued < alpha / 4 else 0
+        self._raised = self._raised if self._quiet else 0
         change = GAMMA * (alpha - queued)
         if change < 0:
             if window.sent_s is not None and window.sent_s >= self._cut_s:
@@ -189,7 +195,8 @@ class Limit:
                 self._set(self.value + min(change, careful), window.now_s, "near the last refusal")
                 self._ceiling = max(self._ceiling, self.value)
             elif self._quiet >= (QUIET_WINDOWS if window.instant else 1):
-                self._set(1.25 * self.value, window.now_s, "no queue for a while")
+                self._raised += 1
+                self._set(min(2.0, 1.0 + 0.25 * self._raised) * self.value, window.now_s, "no queue for a while")
             else:
                 self._set(self.value + change, window.now_s, "fewer waiting than wanted")
 

@@ -141,15 +141,16 @@ def test_metrics_that_change_seldom_outweigh_what_is_timed_here() -> None:
     assert (flow.limit, flow.signal) == (128, "metrics")
 
 
-def test_until_the_queue_is_found_streams_outrun_pages_that_change_seldom() -> None:
-    """Rows of minutes on Ray Serve: neither their ends nor Ray's pages need to be waited for while nothing queues."""
+def test_pages_that_change_seldom_are_outrun_by_short_rows_and_cost_no_streams() -> None:
+    """On Ray Serve a streamed token costs more than the GPU's time for it; rows that have ended cost nothing."""
     flow = Flow(0.0, first_limit=64)
     flow.expect(0.0, 10.0)
     flow.see(0.1, Load(waiting=0, running=64))
     for second in range(1, 8):
         flow.holds(flow.limit)
-        assert any(flow.wants_stream(float(second)) for _ in range(100))
-        flow.begun([Begun(second - 0.5, 0.1, 0.02)] * 6)
+        assert not any(flow.wants_stream(float(second)) for _ in range(100))
+        short = [Sample(second - 0.6, second - 0.5 + n / 100, "success", completion_tokens=n) for n in range(5, 45)]
+        flow.add(float(second), tally(success=40), short)
         flow.tick(float(second))
     assert flow.limit == 64 * 2**3  # a second for those sent together to pass, one for those that tell
     flow.see(20.0, Load(waiting=400, running=112))
@@ -158,24 +159,61 @@ def test_until_the_queue_is_found_streams_outrun_pages_that_change_seldom() -> N
         flow.holds(512)
         flow.tick(float(second))
     assert flow.limit == 256
-    assert not any(flow.wants_stream(24.0) for _ in range(100))
+
+
+def test_a_stream_tells_when_it_has_begun() -> None:
+    """Rows of minutes behind a gateway: their ends need not be waited for while nothing queues."""
+    flow = Flow(0.0, first_limit=64)
+    for second in range(1, 8):
+        flow.holds(flow.limit)
+        flow.begun([Begun(second - 0.5, 0.1, 0.02)] * 6)
+        flow.tick(float(second))
+    assert flow.limit == 64 * 2**3
+
+
+def test_requests_sent_at_once_do_not_tell_of_a_queue() -> None:
+    """Actors start when the job is long under way; what they send in their first second waits for each other."""
+    flow = Flow(0.0, first_limit=64)
+    flow.tick(1.0)
+    rush = [Sample(30.0, 31.0, "success", completion_tokens=50, ttft_s=0.45) for _ in range(20)]
+    for second in (31, 32, 33):
+        flow.holds(64)
+        flow.add(float(second), tally(success=20), rush)
+        flow.tick(float(second))
+    assert (flow.limit, flow.signal) == (64, "ttft")
+
+
+def test_long_rows_are_streamed_less_often_than_short_ones() -> None:
+    """A streamed token costs the client and Ray Serve more than the rest of the request."""
+    every = []
+    for tokens in (10, 300, 3000):
+        flow = Flow(0.0)
+        for second in range(1, 60):
+            flow.add(
+                float(second),
+                tally(success=100, completion_tokens=100 * tokens),
+                [Sample(0.0, 1.0, "success", ttft_s=0.1)],
+            )
+            flow.tick(float(second))
+        every.append(flow.stream_every(60.0))
+    assert every == [17, 50, 500]
 
 
 def test_metrics_that_stopped_changing_are_left_for_what_is_timed_here() -> None:
-    """When the pages say nothing new for half as long again, probes tell."""
+    """When the pages say nothing new for two turns and a half, probes tell."""
     flow = Flow(0.0, first_limit=64)
     flow.expect(0.0, 10.0)
-    slow = [Sample(16 + 0.1 * i, 18 + 0.1 * i, "success", completion_tokens=50, ttft_s=1.8) for i in range(20)]
-    flow.add(20.0, tally(success=20), slow)
+    slow = [Sample(26 + 0.1 * i, 28 + 0.1 * i, "success", completion_tokens=50, ttft_s=1.8) for i in range(20)]
+    flow.add(30.0, tally(success=20), slow)
     flow.holds(64)
-    flow.tick(20.5)
+    flow.tick(30.5)
     assert flow.signal == "ttft"
 
 
 def test_streams_no_probes_where_metrics_tell() -> None:
     """Probes cost the client; they are asked for only while nothing cheaper tells."""
     flow = Flow(0.0)
-    assert flow.wants_stream(0.5)
+    assert any(flow.wants_stream(0.5) for _ in range(100))
     flow.see(1.0, Load(waiting=0, running=10))
     assert not any(flow.wants_stream(2.0) for _ in range(100))
     assert any(flow.wants_stream(60.0) for _ in range(100))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from airflow_provider_raylm.ray_data.limit import ALPHA, GAMMA, Limit, Plateau, Window
@@ -102,12 +104,15 @@ def test_no_growth_while_the_limit_is_not_used(used: float) -> None:
         assert limit.step(seen(10.0, 0.0, used=used)) == 100
 
 
-def test_capacity_that_was_added_is_taken_a_quarter_at_a_time() -> None:
-    """After three windows without a queue the limit grows by 25 % a window."""
-    limit = steady(400.0)
-    values = [limit.step(seen(10.0 + s, 0.0)) for s in range(4)]
-    assert values[0] - 400 == pytest.approx(GAMMA * ALPHA_NORMAL)
-    assert values[3] / values[2] == pytest.approx(1.25)
+def test_capacity_that_was_added_is_taken_in_growing_steps() -> None:
+    """After three windows without a queue the limit grows by a quarter, and by more the longer none shows."""
+    limit = steady(100.0)
+    values = [limit.step(seen(10.0 + s, 0.0)) for s in range(8)]
+    assert values[0] - 100 == pytest.approx(GAMMA * ALPHA_NORMAL)
+    assert [b / a for a, b in itertools.pairwise(values[1:])] == pytest.approx([1.25, 1.5, 1.75, 2.0, 2.0, 2.0])
+    limit.step(seen(30.0, 1.0))
+    values = [limit.step(seen(31.0 + s, 0.0)) for s in range(4)]
+    assert values[2] / values[1] == pytest.approx(1.25)
 
 
 def test_a_refusal_takes_a_tenth_once_a_flight() -> None:
