@@ -1,4 +1,6 @@
-"""One JSON, the table and the plot of a run's `results.jsonl` files.
+"""One JSON, the table and the plot of the `results.jsonl` files of runs, in their order.
+
+A query is compared with the sweep on the same machine: one H200 was a quarter faster than another.
 
 python -m benchmarks.gpu.report OUT1/results.jsonl OUT2/results.jsonl --to benchmarks/results
 """
@@ -20,7 +22,11 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--to", type=Path, required=True, help="folder of gpu.json and gpu.svg")
     args = parser.parse_args()
-    lines = [json.loads(line) for path in args.files for line in path.read_text().splitlines()]
+    lines: list[Line] = []
+    machine = 0
+    for line in (json.loads(text) for path in args.files for text in path.read_text().splitlines()):
+        machine += line["stage"] == "machine"
+        lines.append({"machine": machine, **line})
     args.to.mkdir(parents=True, exist_ok=True)
     results = summary(lines)
     (args.to / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -36,16 +42,24 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
     for line in lines:
         by_stage.setdefault(line["stage"], []).append({k: v for k, v in line.items() if k not in ("watch", "log")})
     offline = [line for line in by_stage.get("offline", []) if line.get("tokens_per_s")]
-    ceiling = statistics.fmean(line["tokens_per_s"] for line in offline) if offline else None
+    ceilings = {
+        machine: statistics.fmean(line["tokens_per_s"] for line in offline if line["machine"] == machine)
+        for machine in {line["machine"] for line in offline}
+    }
     queries = []
     for line in by_stage.get("query", []):
         if line.get("status") != "SUCCEEDED":
             continue
-        sweep = [f for f in by_stage.get("fixed", []) if f.get("variant") == line["variant"] and f.get("tokens_per_s")]
+        sweep = [
+            f
+            for f in by_stage.get("fixed", [])
+            if (f["machine"], f.get("variant")) == (line["machine"], line["variant"]) and f.get("tokens_per_s")
+        ]
         best = max(sweep, key=lambda f: f["tokens_per_s"], default=None)
         asking_s, steady = asking_time(line["trace"]), steady_rate(line["trace"])
         whole = line["completion_tokens"] / asking_s
         figures: Line = {
+            "machine": line["machine"],
             "variant": line["variant"],
             "seed": line["seed"],
             "rows": line["rows"],
@@ -57,7 +71,7 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
             "tokens_per_s": round(whole),
             "steady_tokens_per_s": steady,
         }
-        if ceiling:
+        if ceiling := ceilings.get(line["machine"]):
             figures["of_ceiling"] = round(whole / ceiling, 3)
         if best:
             figures["of_best_fixed"] = round(whole / best["tokens_per_s"], 3)
@@ -67,7 +81,8 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
             figures["s_to_90_percent"] = first_s(line["trace"], enough)
             figures["in_flight_at_90_percent"] = enough
         queries.append(figures)
-    return {"ceiling_tokens_per_s": ceiling and round(ceiling), "queries": queries, "stages": by_stage}
+    rounded = {machine: round(value) for machine, value in ceilings.items()}
+    return {"ceiling_tokens_per_s": rounded, "queries": queries, "stages": by_stage}
 
 
 def asking_time(trace: dict[str, list[Any]]) -> float:
@@ -104,7 +119,7 @@ def table(results: dict[str, Any]) -> str:
     ]
     rows += [
         (
-            f"fixed, {line['variant']}",
+            f"fixed, machine {line['machine']}, {line['variant']}",
             line["concurrency"],
             line["rows_per_s"],
             f"{line['tokens_per_s']:,} / {line['steady_tokens_per_s'] or 0:,}",
@@ -120,7 +135,7 @@ def table(results: dict[str, Any]) -> str:
     ]
     rows += [
         (
-            f"ai_query, {q['variant']}",
+            f"ai_query, machine {q['machine']}, {q['variant']}",
             "adaptive",
             q["rows_per_s"],
             f"{q['tokens_per_s']:,} / {q['steady_tokens_per_s'] or 0:,}",
@@ -132,7 +147,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
 
-def draw(queries: Iterable[Line], ceiling: float | None, path: Path) -> None:
+def draw(queries: Iterable[Line], ceilings: dict[int, int], path: Path) -> None:
     """Limit and requests in flight, and tokens/s against the ceiling, over the time of each query."""
     import matplotlib
 
@@ -149,11 +164,11 @@ def draw(queries: Iterable[Line], ceiling: float | None, path: Path) -> None:
         above, below = axes[0][column], axes[1][column]
         above.plot(at, trace["limit"], label="limit")
         above.plot(at, trace["in_flight"], label="in flight")
-        above.set_title(f"{query['variant']}, {query['rows']} rows")
+        above.set_title(f"machine {query['machine']}, {query['rows']} rows")
         span = 5
         rate = [(tokens[i] - tokens[i - span]) / (at[i] - at[i - span]) for i in range(span, len(at))]
         below.plot(at[span:], rate, color="tab:green", label="tokens/s finished (5 s mean)")
-        if ceiling:
+        if ceiling := ceilings.get(query["machine"]):
             below.axhline(ceiling, linestyle="--", color="gray", label="vLLM offline")
         below.set_xlabel("seconds")
     axes[0][0].legend()
