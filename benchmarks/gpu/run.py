@@ -71,7 +71,7 @@ GPU_ENGINE = {
     "max_num_batched_tokens": 8192,
 }
 CPU_ENGINE = {"load_format": "dummy", "max_model_len": 2048, "max_num_seqs": 16, "enforce_eager": True}
-MORE_INGRESS = {"ingress_deployment_config": {"num_replicas": 2, "autoscaling_config": None}}
+ONE_INGRESS = {"ingress_deployment_config": {"num_replicas": 1, "autoscaling_config": None}}
 
 
 @dataclass
@@ -85,9 +85,8 @@ class Variant:
 
 VARIANTS = {
     "default": Variant(),
-    "ingress2": Variant(ingress=MORE_INGRESS),
+    "ingress1": Variant(ingress=ONE_INGRESS),
     "graphs": Variant(engine={"max_cudagraph_capture_size": 2048}),
-    "graphs_ingress2": Variant(engine={"max_cudagraph_capture_size": 2048}, ingress=MORE_INGRESS),
     "qwen3_5": Variant(
         engine={"additional_config": {"gdn_prefill_backend": "triton"}, "language_model_only": True}, model="qwen3_5-4b"
     ),
