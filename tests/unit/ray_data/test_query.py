@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
+import pytest
+import ray
 
 from airflow_provider_raylm.ray_data.contracts import BLOCK_COL, ROW_COL
-from airflow_provider_raylm.ray_data.query import AiQuery, _Sealed
+from airflow_provider_raylm.ray_data.query import AiQuery, _actor_pool, _Sealed
 from airflow_provider_raylm.ray_data.requests import Query
 from airflow_provider_raylm.ray_data.rows import Reply, error_reply
 from tests.support.fixed_limiter import FixedLimiter
@@ -25,6 +27,19 @@ def test_a_row_that_cannot_be_read_is_sorted_all_the_same() -> None:
         return {"text": ["b", "", "a"][position]}
 
     assert actor._prefix_order(3, row) == [1, 2, 0]
+
+
+def test_an_actor_works_on_many_blocks_at_once_on_every_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray 2.60 has an argument of the pool for it; before, it is an option of the actor, and one block without it."""
+
+    class Before260:
+        def __init__(self, *, size: int, max_tasks_in_flight_per_actor: int, enable_true_multi_threading: bool) -> None:
+            self.enable_true_multi_threading = enable_true_multi_threading
+
+    assert _actor_pool(2, 32)["compute"].max_concurrent_calls_per_actor == 32
+    monkeypatch.setattr(ray.data, "ActorPoolStrategy", Before260)
+    pool = _actor_pool(2, 32)
+    assert (pool["max_concurrency"], pool["compute"].enable_true_multi_threading) == (32, True)
 
 
 def test_stored_rows_are_counted_before_the_block_is_done() -> None:
