@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,7 +19,6 @@ import psutil
 import pytest
 
 from airflow_provider_raylm.exceptions import SpecError
-from airflow_provider_raylm.ray_serve.app import build, replicas_at_start
 from airflow_provider_raylm.ray_serve.preflight import check_engine_kwargs
 from airflow_provider_raylm.spec import DeploySpec, LeaseSpec, TeardownSpec
 from demo.model import TINY_QWEN3_ID, cpu_llm_config, tiny_qwen3, tiny_qwen3_adapter
@@ -100,27 +102,42 @@ ON_GPUS = {
     "accelerator_config": {"kind": "gpu"},
 }
 SCALING = {**ON_GPUS, "deployment_config": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 9}}}
+FIVE = {"ingress_deployment_config": {"num_replicas": 5}}
+BUILD = """
+import json, sys
+from airflow_provider_raylm.ray_serve.app import build, replicas_at_start
+from airflow_provider_raylm.spec import DeploySpec
+
+for llm_config, cpus, ingress in json.load(sys.stdin):
+    app = build(DeploySpec(app_name="llm", llm_configs=(llm_config,), ingress=ingress), (), cpus)
+    deployments = {d.name: d for d in app.built.deployments}
+    version = [d._version for d in deployments.values()]
+    print("built", json.dumps([replicas_at_start(deployments["OpenAiIngress"]), version]))
+"""
 
 
-@pytest.mark.parametrize(
-    ("llm_config", "cpus", "ingress", "replicas"),
-    [
-        pytest.param(ON_GPUS, 64.0, {}, 6, id="two for each"),
-        pytest.param(ON_GPUS, 16.0, {}, 4, id="a quarter of the CPUs"),
-        pytest.param(ON_GPUS, 3.0, {}, 1, id="few CPUs"),
-        pytest.param(ON_GPUS, 64.0, {"ingress_deployment_config": {"num_replicas": 5}}, 5, id="as was said"),
-        pytest.param(SCALING, 64.0, {}, 1, id="a model that scales"),
-        pytest.param(cpu_llm_config("m", "/mnt/m"), 64.0, {}, 1, id="a model on CPUs"),
-    ],
-)
-def test_the_ingress_is_as_wide_as_its_gpus_need(
-    llm_config: dict[str, Any], cpus: float, ingress: dict[str, Any], replicas: int
-) -> None:
+def test_the_ingress_is_as_wide_as_its_gpus_need(cluster: Cluster) -> None:
     """Ray's default of one is full before a GPU is. What a replica is made of stays the same."""
-    app = build(spec(llm_config, ingress=ingress), (), cpus)
-    assert {d.name: replicas_at_start(d) for d in app.built.deployments}["OpenAiIngress"] == replicas
-    alone = build(spec(llm_config, ingress=ingress), (), 0.0)
-    assert [d._version for d in app.built.deployments] == [d._version for d in alone.built.deployments]
+    cases: list[tuple[dict[str, Any], float, dict[str, Any], int]] = [
+        (ON_GPUS, 64.0, {}, 6),  # two for each
+        (ON_GPUS, 16.0, {}, 4),  # a quarter of the CPUs
+        (ON_GPUS, 3.0, {}, 1),  # few CPUs
+        (ON_GPUS, 64.0, FIVE, 5),  # as was said
+        (SCALING, 64.0, {}, 1),
+        (cpu_llm_config("m", "/mnt/m"), 64.0, {}, 1),
+    ]
+    done = subprocess.run(  # Ray builds applications only in a process that is connected to a cluster
+        [sys.executable, "-c", BUILD],
+        input=json.dumps([case[:3] for case in cases]),
+        env={**os.environ, **cluster.node.env, "RAY_ADDRESS": cluster.node.address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    built = [json.loads(line[len("built ") :]) for line in done.stdout.splitlines() if line.startswith("built ")]
+    assert [replicas for replicas, _ in built] == [case[3] for case in cases]
+    assert built[0][1] == built[1][1] == built[2][1]
 
 
 @pytest.mark.parametrize(
