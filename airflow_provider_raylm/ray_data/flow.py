@@ -39,6 +39,11 @@ STREAMED_TOKENS_PER_S = 600.0
 three processes, of which one is full before the GPU is."""
 FIRST_PROBES = 64
 """Streamed rows of the first flight."""
+FEW_PROBES = 32
+"""Streamed rows in flight while slow start goes on between two readings of metrics that change seldom."""
+BUSY_PROXY_S = 0.15
+"""What Ray Serve's proxy, ingress and replica may add to a first token when they are busy, the queue apart. Their metrics
+tell soon if it was the queue after all."""
 UNSTREAMED_ROWS = 512
 """Rows after which a server that has never streamed one is taken for one that cannot."""
 MOSTLY = 0.5
@@ -231,9 +236,11 @@ class Flow:
 
     def stream_every(self, now_s: float) -> int:
         """Every so manieth request should be streamed, to measure its time to first token; 0 for none."""
-        seen = now_s - self._load_s <= max(2 * FRESH_S, self._fresh_s)
-        if seen or (self.total.success > UNSTREAMED_ROWS and not self._probes_seen):
+        if self.total.success > UNSTREAMED_ROWS and not self._probes_seen:
             return 0
+        if now_s - self._load_s <= max(2 * FRESH_S, self._fresh_s):
+            seldom = self._every_s > FRESH_S
+            return max(1, self.limit // FEW_PROBES) if seldom and self._limit.slow_start else 0
         if not self.total.success:
             return max(1, self.limit // FIRST_PROBES)
         tokens = max(1.0, self.total.completion_tokens / self.total.success)
@@ -331,11 +338,18 @@ class Flow:
             dropped=self._dropped,
             latency_s=latency_s,
             work_per_s=self._tokens_per_s or self._rows_per_s,
-            early=None if now_s - self._load_s <= FRESH_S else self._early(now_s, successes, latency_s, overhead_s),
+            early=self._early(now_s, successes, latency_s, overhead_s),
         )
 
     def _early(self, now_s: float, successes: Sequence[Sample], latency_s: float, overhead_s: float) -> float | None:
-        """Share by rows sent since the last change: streamed ones that still run, or else short ones that ended."""
+        """Share by rows sent since the last change: streamed ones that still run, or else short ones that ended.
+
+        `None` where the server's metrics say it better.
+        """
+        queue_seen = self._load is not None and self._load.waiting > 0
+        if now_s - self._load_s <= FRESH_S and (self._every_s <= FRESH_S or queue_seen):
+            return None
+        overhead_s += BUSY_PROXY_S if self._every_s > FRESH_S else 0.0
         since_s = self._limit.changed_s + SETTLE_S
         if begun := [b for b in self._begun if b.sent_s >= since_s]:
             share = share_from_beginnings(begun, latency_s=latency_s or now_s - begun[0].sent_s, overhead_s=overhead_s)

@@ -141,14 +141,14 @@ def test_metrics_that_change_seldom_outweigh_what_is_timed_here() -> None:
     assert (flow.limit, flow.signal) == (128, "metrics")
 
 
-def test_pages_that_change_seldom_are_outrun_by_short_rows_and_cost_no_streams() -> None:
-    """On Ray Serve a streamed token costs more than the GPU's time for it; rows that have ended cost nothing."""
+def test_pages_that_change_seldom_are_outrun_by_short_rows() -> None:
+    """A streamed token costs Ray Serve more than the GPU's time for it: few in slow start, and none after it."""
     flow = Flow(0.0, first_limit=64)
     flow.expect(0.0, 10.0)
     flow.see(0.1, Load(waiting=0, running=64))
     for second in range(1, 8):
         flow.holds(flow.limit)
-        assert not any(flow.wants_stream(float(second)) for _ in range(100))
+        assert sum(flow.wants_stream(float(second)) for _ in range(flow.limit)) == 32
         short = [Sample(second - 0.6, second - 0.5 + n / 100, "success", completion_tokens=n) for n in range(5, 45)]
         flow.add(float(second), tally(success=40), short)
         flow.tick(float(second))
@@ -159,6 +159,32 @@ def test_pages_that_change_seldom_are_outrun_by_short_rows_and_cost_no_streams()
         flow.holds(512)
         flow.tick(float(second))
     assert flow.limit == 256
+    assert not any(flow.wants_stream(24.0) for _ in range(512))
+
+
+@pytest.mark.parametrize(("waited_s", "limit"), [(0.25, 64 * 2**3), (0.5, 64)])
+def test_pages_that_change_seldom_are_outrun_by_streams_that_a_busy_proxy_delays(waited_s: float, limit: int) -> None:
+    """Ray Serve adds a tenth of a second at 500 requests in flight; a queue of some rows adds more."""
+    flow = Flow(0.0, first_limit=64)
+    flow.expect(0.0, 10.0)
+    flow.see(0.1, Load(waiting=0, running=64))
+    for second in range(1, 8):
+        flow.holds(flow.limit)
+        flow.begun([Begun(second - 0.6, waited_s, 0.01)] * 6)
+        flow.tick(float(second))
+    assert flow.limit == limit
+
+
+def test_streams_do_not_outrun_a_page_that_has_just_shown_a_queue() -> None:
+    """The page counts all requests at the server, the streams are a few."""
+    flow = Flow(0.0, first_limit=64)
+    flow.expect(0.0, 10.0)
+    for second in (2, 3):
+        flow.holds(64)
+        flow.begun([Begun(second - 0.6, 0.1, 0.01)] * 6)
+        flow.see(second - 0.1, Load(waiting=32, running=32))
+        flow.tick(float(second))
+    assert flow.limit == 64
 
 
 def test_a_stream_tells_when_it_has_begun() -> None:
