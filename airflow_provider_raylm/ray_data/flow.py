@@ -42,8 +42,8 @@ FIRST_PROBES = 64
 FEW_PROBES = 32
 """Streamed rows in flight while slow start goes on between two readings of metrics that change seldom."""
 BUSY_PROXY_S = 0.15
-"""What Ray Serve's proxy, ingress and replica may add to a first token when they are busy, the queue apart. Their metrics
-tell soon if it was the queue after all."""
+"""What Ray Serve's proxy, ingress and replica may add to a first token when they are busy, besides the queue. Ray's
+pages tell soon if it was the queue after all."""
 UNSTREAMED_ROWS = 512
 """Rows after which a server that has never streamed one is taken for one that cannot."""
 MOSTLY = 0.5
