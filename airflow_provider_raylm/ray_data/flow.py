@@ -342,8 +342,9 @@ class Flow:
         )
 
     def _early(self, now_s: float, successes: Sequence[Sample], latency_s: float, overhead_s: float) -> float | None:
-        """Share by rows sent since the last change: streamed ones that still run, or else short ones that ended.
+        """Share by rows sent since the last change: streamed ones that still run, and short ones that ended.
 
+        The smaller one counts: that no queue shows in one of them is news, that one shows may be its delay on the way.
         `None` where the server's metrics say it better.
         """
         queue_seen = self._load is not None and self._load.waiting > 0
@@ -351,11 +352,11 @@ class Flow:
             return None
         overhead_s += BUSY_PROXY_S if self._every_s > FRESH_S else 0.0
         since_s = self._limit.changed_s + SETTLE_S
+        shares = [share_from_fit([s for s in successes if s.sent_s >= since_s], overhead_s=overhead_s)]
         if begun := [b for b in self._begun if b.sent_s >= since_s]:
-            share = share_from_beginnings(begun, latency_s=latency_s or now_s - begun[0].sent_s, overhead_s=overhead_s)
-            if share is not None:
-                return share
-        return share_from_fit([s for s in successes if s.sent_s >= since_s], overhead_s=overhead_s)
+            typical_s = latency_s or now_s - begun[0].sent_s
+            shares.append(share_from_beginnings(begun, latency_s=typical_s, overhead_s=overhead_s))
+        return min((share for share in shares if share is not None), default=None)
 
 
 def _lately(now_s: float, samples: list[Sample], seconds: float, least: int) -> list[Sample]:

@@ -175,6 +175,20 @@ def test_pages_that_change_seldom_are_outrun_by_streams_that_a_busy_proxy_delays
     assert flow.limit == limit
 
 
+def test_streams_that_something_else_delays_do_not_hide_what_short_rows_tell() -> None:
+    """Ray Serve hands streamed tokens on late when it is busy; whole replies it does not."""
+    flow = Flow(0.0, first_limit=64)
+    flow.expect(0.0, 10.0)
+    flow.see(0.1, Load(waiting=0, running=64))
+    for second in range(1, 8):
+        flow.holds(flow.limit)
+        flow.begun([Begun(second - 0.6, 0.5, 0.01)] * 6)
+        short = [Sample(second - 0.6, second - 0.5 + n / 100, "success", completion_tokens=n) for n in range(5, 45)]
+        flow.add(float(second), tally(success=40), short)
+        flow.tick(float(second))
+    assert flow.limit == 64 * 2**3
+
+
 def test_streams_do_not_outrun_a_page_that_has_just_shown_a_queue() -> None:
     """The page counts all requests at the server, the streams are a few."""
     flow = Flow(0.0, first_limit=64)
