@@ -181,6 +181,7 @@ class Flow:
 
         Until the first change, and from one to the next, the limit waits for them. What is timed from here instead
         cannot tell the server's queue from a busy proxy before it, which more requests in flight do not make longer.
+        Only where that shows no queue at all does slow start go on without them.
         """
         if every_s != self._every_s:
             self._every_s, self._load_s = every_s, now_s
