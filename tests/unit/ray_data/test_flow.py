@@ -141,6 +141,11 @@ def test_metrics_that_change_seldom_outweigh_what_is_timed_here() -> None:
     assert (flow.limit, flow.signal) == (128, "metrics")
 
 
+def short_rows(sent_s: float) -> list[Sample]:
+    """Rows of 5 to 44 tokens that took 0.01 s each, and 0.1 s besides."""
+    return [Sample(sent_s, sent_s + 0.1 + n / 100, "success", completion_tokens=n) for n in range(5, 45)]
+
+
 def test_pages_that_change_seldom_are_outrun_by_short_rows() -> None:
     """A streamed token costs Ray Serve more than the GPU's time for it: few in slow start, and none after it."""
     flow = Flow(0.0, first_limit=64)
@@ -149,8 +154,7 @@ def test_pages_that_change_seldom_are_outrun_by_short_rows() -> None:
     for second in range(1, 8):
         flow.holds(flow.limit)
         assert sum(flow.wants_stream(float(second)) for _ in range(flow.limit)) == 32
-        short = [Sample(second - 0.6, second - 0.5 + n / 100, "success", completion_tokens=n) for n in range(5, 45)]
-        flow.add(float(second), tally(success=40), short)
+        flow.add(float(second), tally(success=40), short_rows(second - 0.6))
         flow.tick(float(second))
     assert flow.limit == 64 * 2**3  # a second for those sent together to pass, one for those that tell
     flow.see(20.0, Load(waiting=400, running=112))
@@ -183,22 +187,22 @@ def test_streams_that_something_else_delays_do_not_hide_what_short_rows_tell() -
     for second in range(1, 8):
         flow.holds(flow.limit)
         flow.begun([Begun(second - 0.6, 0.5, 0.01)] * 6)
-        short = [Sample(second - 0.6, second - 0.5 + n / 100, "success", completion_tokens=n) for n in range(5, 45)]
-        flow.add(float(second), tally(success=40), short)
+        flow.add(float(second), tally(success=40), short_rows(second - 0.6))
         flow.tick(float(second))
     assert flow.limit == 64 * 2**3
 
 
-def test_streams_do_not_outrun_a_page_that_has_just_shown_a_queue() -> None:
-    """The page counts all requests at the server, the streams are a few."""
+@pytest.mark.parametrize(("waiting", "limit"), [(32, 64), (0, 128)])
+def test_streams_do_not_outrun_a_page_that_has_just_shown_a_queue(waiting: int, limit: int) -> None:
+    """The page counts all requests at the server, the streams are a few. A page without a queue holds nothing up."""
     flow = Flow(0.0, first_limit=64)
     flow.expect(0.0, 10.0)
     for second in (2, 3):
         flow.holds(64)
         flow.begun([Begun(second - 0.6, 0.1, 0.01)] * 6)
-        flow.see(second - 0.1, Load(waiting=32, running=32))
+        flow.see(second - 0.1, Load(waiting=waiting, running=64 - waiting))
         flow.tick(float(second))
-    assert flow.limit == 64
+    assert flow.limit == limit
 
 
 def test_a_stream_tells_when_it_has_begun() -> None:
