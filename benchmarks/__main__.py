@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> None:
     """Run what the command line names."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended then, too
     asked = sys.argv[1:] or ALL
     RESULTS.mkdir(exist_ok=True)
     for name in asked:

@@ -67,7 +67,7 @@ def _input(count: int) -> Iterator[Path]:
         text = prompt(30, 30)[:220]
         for start in range(0, count, FILE_ROWS):
             ids = range(start, min(start + FILE_ROWS, count))
-            table = pa.table({"id": pa.array(ids, pa.int64()), "text": [f"{i:09d} {text}" for i in ids]})
+            table = pa.table({"id": pa.array(ids, pa.int64()), "text": [f"{text} {i:09d}" for i in ids]})
             pq.write_table(table, Path(folder) / "in" / f"{start:09d}.parquet")
         yield Path(folder)
 

@@ -100,7 +100,11 @@ def run_dag(env: dict[str, str], conf: dict[str, Any], log: Path) -> dict[str, A
         finally:
             if process.poll() is None:
                 process.terminate()
-                process.wait()
+                try:
+                    process.communicate(timeout=20)  # read on: one that cannot write its last lines never ends
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
     if not report.exists():
         raise SystemExit(f"the DAG did not run:\n{''.join(log.read_text().splitlines(keepends=True)[-40:])}")
     result: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))

@@ -235,6 +235,8 @@ class AiQuery:
     """The query actor. Ray calls it from several threads at once, with one block each."""
 
     def __init__(self, sealed: _Sealed) -> None:
+        # Arrow's own pool keeps what each of the many threads has freed: with it this process grows with the rows
+        pa.set_memory_pool(pa.system_memory_pool())
         self._query = query = sealed.query
         self._store = sealed.store_factory() if sealed.store_factory is not None else None
 

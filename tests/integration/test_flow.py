@@ -91,13 +91,13 @@ def test_two_actors_share_one_limit_that_follows_the_server(
     """
     shape = Shape(name="2 x 32", max_num_seqs=32, replicas=2, base_ms=20.0)
     with serve(shape) as endpoint, halved_at(endpoint, tokens=500 * 30) as halved:
-        trace = run_job(endpoint, tmp_path, 900, answer_tokens=30)
+        trace = run_job(endpoint, tmp_path, 1200, answer_tokens=30)
         highest = endpoint.counters()["highest"]
     assert halved.is_set()
     limits = [row["limit"] for row in trace]
     top = limits.index(max(limits))
     assert limits[0] <= 2 * FIRST_LIMIT < 64 < max(limits)
-    assert limits[-1] < 60  # one replica runs 32, two would run 64
+    assert min(limits[top:]) < 60  # one replica runs 32, two would run 64; the last rows alone may raise it again
     assert 64 < highest <= max(limits)
     assert max(row["members"] for row in trace) == 2
     assert all(row["in_flight"] <= row["limit"] for row in trace[:top])  # later some were sent under a higher limit

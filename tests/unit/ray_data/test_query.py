@@ -65,3 +65,15 @@ def test_stored_rows_are_counted_before_the_block_is_done() -> None:
     table = pa.table({"text": ["a", "b", "c"], BLOCK_COL: [7, 7, 7], ROW_COL: [0, 1, 2]})
     assert sum(part.num_rows for part in actor(table)) == 3
     assert told == [(3, 3)]
+
+
+def test_the_actor_keeps_no_memory_that_its_threads_have_freed() -> None:
+    """Arrow's own pool keeps it for each of them, and a query actor grew with the rows."""
+    before = pa.default_memory_pool()
+    try:
+        pa.set_memory_pool(pa.mimalloc_memory_pool())
+        query = Query(model="m", base_url="http://127.0.0.1:9/v1", prompt_col="text")
+        AiQuery(_Sealed(query, lambda: FixedLimiter(1), None))
+        assert pa.default_memory_pool().backend_name == "system"
+    finally:
+        pa.set_memory_pool(before)
