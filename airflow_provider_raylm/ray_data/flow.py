@@ -51,7 +51,7 @@ MOSTLY = 0.5
 BLIND_ROWS = 128
 BLIND_S = 60.0
 """Rows, and seconds without a waiting share, after which throughput is the only thing left to go by."""
-RAMP_S = 2.0
+RAMP_S = 1.0
 """Seconds in which a server that turned requests away is filled again."""
 LAGGING_S = 0.5
 """Lag of the client's event loop above which more requests in flight cannot help."""

@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,6 +76,8 @@ _BLOCK_BYTES = 2**19
 """A query actor holds some thirty blocks at once, with a few times their size in objects for rows and replies."""
 _IO_CPUS = 0.25
 """Reading and writing wait for the store; they must find room beside the query actors and the model's engines."""
+_IO_TASKS_PER_ACTOR = 4
+"""Reads and writes at once, of each. Every one is a process of some 150 MiB, and the endpoint is slower than a few."""
 _RAYS_ADVICE = re.compile(r"^Failed to .+ after \d+/\d+ attempts", re.MULTILINE)
 """Ray Data adds to the words of any error how often it tried and how to change that."""
 
@@ -320,7 +323,10 @@ def _execute(
     )
     reporter = Reporter(plan.rows, say, interactive=False)
     try:
-        ds = ray.data.read_datasource(source, override_num_blocks=len(plan.units), num_cpus=_IO_CPUS)
+        io_tasks = _IO_TASKS_PER_ACTOR * actors
+        ds = ray.data.read_datasource(
+            source, override_num_blocks=len(plan.units), num_cpus=_IO_CPUS, concurrency=io_tasks
+        )
         ds = ai_query(
             ds,
             spec.model,
@@ -336,7 +342,7 @@ def _execute(
             _every(_lease_interval_s(spec), "lease", lambda: _renew_lease(spec)),
             _every(1.0, "progress", lambda: reporter.update(keeper.status())),
         ):
-            ds.write_datasink(sink, ray_remote_args={"num_cpus": _IO_CPUS})
+            ds.write_datasink(sink, ray_remote_args={"num_cpus": _IO_CPUS}, concurrency=io_tasks)
         flow = keeper.status()
         reporter.close(flow)
         output.write_json(keeper.trace(), "flow.json")
@@ -354,6 +360,8 @@ def _execute(
 
 
 def _set_up_ray_data() -> None:
+    # a small input has fewer blocks than there may be tasks: nothing that its owner could change
+    warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.target_max_block_size = _BLOCK_BYTES

@@ -18,6 +18,9 @@ GAMMA = 0.5
 ALPHA: dict[Priority, float] = {"low": 4.0, "normal": 16.0, "high": 64.0}
 FIRST_LIMIT = 256
 MAX_LIMIT = 8192.0
+SAME_LIMIT = 0.85
+"""Refusals at limits no further apart than this, one over the other, are of the same ceiling."""
+MOST_REPEATS = 6
 QUIET_WINDOWS = 3
 """Windows that must look the same before they are believed."""
 SETTLE_S = 1.0
@@ -119,6 +122,8 @@ class Limit:
     _quiet: int = 0
     _held: int = 0
     _ceiling: float = field(default=float("inf"))
+    _refused_at: float = field(default=float("inf"))
+    _repeats: int = 0
     _free_at: float = 0.0
     _raised: int = 0
     _plateau: Plateau = field(default_factory=Plateau)
@@ -141,7 +146,9 @@ class Limit:
         flown = sent_s is not None and sent_s >= self.changed_s + SETTLE_S
         if window.dropped:
             if sent_s is None or sent_s >= self._cut_s:
-                self._ceiling = self.value
+                again = self.value >= SAME_LIMIT * self._refused_at
+                self._repeats = min(MOST_REPEATS, self._repeats + 1) if again else 0
+                self._ceiling = self._refused_at = self.value
                 self._set(0.9 * self.value, window.now_s, "the server turned requests away")
             self.slow_start = False
             self._quiet = 0
@@ -192,8 +199,12 @@ class Limit:
                     # the longer no queue shows, the likelier it was a burst that was refused, and not so many
                     doublings = min(4, max(0, self._quiet - 2 * QUIET_WINDOWS))
                     careful = self.value * min(0.25, 0.02 * 2.0**doublings)
+                # each refusal costs a pause: a ceiling that stands is looked for ever more slowly
+                careful /= 2.0**self._repeats
                 self._set(self.value + min(change, careful), window.now_s, "near the last refusal")
                 self._ceiling = max(self._ceiling, self.value)
+                if self.value > self._refused_at / SAME_LIMIT:
+                    self._repeats = 0
             elif self._quiet >= (QUIET_WINDOWS if window.instant else 1):
                 self._raised += 1
                 self._set(min(2.0, 1.0 + 0.25 * self._raised) * self.value, window.now_s, "no queue for a while")

@@ -142,6 +142,31 @@ def test_a_refusal_is_forgotten_when_no_queue_shows_for_long() -> None:
     assert limit.step(seen(3000.0, 0.0)) > values[-1]
 
 
+def test_a_ceiling_that_stands_is_looked_for_ever_more_slowly() -> None:
+    """Each refusal at about the same limit halves the growth near it, until one comes at another limit."""
+    limit = steady(100.0)
+    for second in (10.0, 20.0, 30.0):  # 100, 99 and 98
+        limit.step(seen(second, 0.0, dropped=1))
+        limit.value /= 0.9 / 0.99
+    before = limit.value
+    assert limit.step(seen(40.0, 0.0)) - before == pytest.approx(0.5 / 4)
+    limit.value = 50.0
+    limit.step(seen(50.0, 0.0, dropped=1))
+    assert limit.step(seen(60.0, 0.0)) - 45.0 == pytest.approx(0.5)
+
+
+def test_a_ceiling_that_is_left_behind_slows_nothing() -> None:
+    """The server takes more than it did: growth is as after a first refusal."""
+    limit = steady(100.0)
+    for second in (10.0, 20.0):
+        limit.step(seen(second, 0.0, dropped=1))
+        limit.value = 100.0
+    limit.value = 130.0
+    limit.step(seen(30.0, 0.0))
+    before = limit.value
+    assert limit.step(seen(31.0, 0.0)) - before == pytest.approx(0.5)
+
+
 def test_a_late_signal_waits_for_a_flight() -> None:
     """A share taken from ended requests changes nothing until requests sent since the last change have ended."""
     limit = steady(200.0)
