@@ -2,8 +2,7 @@
 
 Parquet in, a server that answers 256 requests at a time without delay, Parquet out, on one Ray head. Rows of about 240
 bytes, in files of 50,000. What a request in flight takes is `client_cost`'s to tell, so their number stays about the
-same.
-Blocks between the processes lie in Ray's object store, whose size is fixed.
+same. Blocks between the processes lie in Ray's object store, whose size is fixed.
 """
 
 from __future__ import annotations
