@@ -134,6 +134,8 @@ class Flow:
     _tokens_per_s: float = 0.0
     _last_tick_s: float = field(init=False)
     _last_total: Tally = field(default_factory=Tally)
+    _first_sent_s: float = math.inf
+    _last_done_s: float = -math.inf
     _asked: int = 0
     _probes_seen: bool = False
 
@@ -159,6 +161,8 @@ class Flow:
         """
         self.total = self.total.plus(counted)
         self._samples.extend(samples)
+        self._first_sent_s = min([self._first_sent_s, *(s.sent_s for s in samples)])
+        self._last_done_s = max([self._last_done_s, *(s.done_s for s in samples)])
         self._probes_seen = self._probes_seen or any(s.ttft_s is not None for s in samples)
         self._dropped += counted.dropped
         if counted.dropped:
@@ -269,10 +273,14 @@ class Flow:
         return self.status(now_s)
 
     def status(self, now_s: float) -> dict[str, Any]:
-        """Limit, signal, rates and totals at this moment, as JSON values."""
+        """Limit, signal, rates and totals at this moment, as JSON values.
+
+        `elapsed_s` counts from the start of flow control, `asking_s` from the first request to the last reply so far.
+        """
         state = "away" if self._breaker.is_open else "paused" if now_s < self._pause_until_s else "running"
         return {
             "elapsed_s": round(now_s - self.started_s, 3),
+            "asking_s": round(max(0.0, self._last_done_s - self._first_sent_s), 3),
             "state": state,
             "limit": self.limit,
             "in_flight": self._in_flight,

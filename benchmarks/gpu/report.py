@@ -56,7 +56,7 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
             if (f["machine"], f.get("variant")) == (line["machine"], line["variant"]) and f.get("tokens_per_s")
         ]
         best = max(sweep, key=lambda f: f["tokens_per_s"], default=None)
-        asking_s, steady = asking_time(line["trace"]), steady_rate(line["trace"])
+        asking_s, steady = line["flow"]["asking_s"], steady_rate(line["trace"])
         whole = line["completion_tokens"] / asking_s
         figures: Line = {
             "machine": line["machine"],
@@ -85,13 +85,6 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
     return {"ceiling_tokens_per_s": rounded, "queries": queries, "stages": by_stage}
 
 
-def asking_time(trace: dict[str, list[Any]]) -> float:
-    """Seconds from the first request to the last reply, or up to two more: the trace has one row a second."""
-    first = next(i for i, n in enumerate(trace["in_flight"]) if n)
-    before = trace["elapsed_s"][first - 1] if first else 0.0
-    return round(float(trace["elapsed_s"][-1] - before), 1)
-
-
 def steady_rate(trace: dict[str, list[Any]]) -> int | None:
     """Tokens/s finished while at least 90 % of the most requests were in flight."""
     in_flight, at, tokens = trace["in_flight"], trace["elapsed_s"], trace["completion_tokens"]
@@ -103,9 +96,11 @@ def steady_rate(trace: dict[str, list[Any]]) -> int | None:
 
 
 def first_s(trace: dict[str, list[Any]], in_flight: int) -> float | None:
-    """Seconds from the first request until so many were in flight."""
+    """Seconds from the first request until so many were in flight, or up to one more: the trace has one row a second."""
+    begun = next(i for i, n in enumerate(trace["in_flight"]) if n)
+    before = trace["elapsed_s"][begun - 1] if begun else 0.0
     reached = next((t for t, n in zip(trace["elapsed_s"], trace["in_flight"], strict=True) if n >= in_flight), None)
-    return None if reached is None else round(reached - trace["elapsed_s"][-1] + asking_time(trace), 1)
+    return None if reached is None else round(reached - before, 1)
 
 
 def table(results: dict[str, Any]) -> str:

@@ -51,6 +51,7 @@ TRACE_COLUMNS = (
     "signal",
     "completion_tokens",
     "rows",
+    "loop_lag_s",
     "reason",
 )
 

@@ -99,6 +99,15 @@ def test_while_the_endpoint_is_away_only_probes_start() -> None:
     assert flow.free(71.0) > 1
 
 
+def test_tells_how_long_the_endpoint_was_asked() -> None:
+    """From the first request to the last reply; neither the time before the rows came nor after they ended counts."""
+    flow = Flow(0.0)
+    assert flow.status(5.0)["asking_s"] == 0.0
+    flow.add(12.0, tally(success=2), [Sample(11.0, 12.0, "success"), Sample(10.0, 11.5, "success")])
+    flow.add(13.0, tally(success=1), [Sample(12.0, 12.75, "success")])
+    assert flow.status(20.0)["asking_s"] == 2.75
+
+
 def test_a_late_client_does_not_grow() -> None:
     """When our own event loop lags, more in flight cannot help, and the lag is not taken for a queue."""
     flow = Flow(0.0, first_limit=100)
