@@ -30,6 +30,9 @@ class Shape:
         hangup: Share of requests whose connection is cut half-way.
         changes: `(second, replicas)`: the number of replicas in service from then on.
         metrics: Whether `/metrics` shows all replicas, one of them, or nothing.
+        report_s: Seconds between two reports to Ray's metrics pages; 0 where the engines' own page is read.
+        front_ms: Time of the one process before the engines for each request, half of it on the way back.
+        chunk_ms: Its time for each streamed token.
     """
 
     name: str
@@ -46,6 +49,9 @@ class Shape:
     hangup: float = 0.0
     changes: tuple[tuple[float, int], ...] = ()
     metrics: str = "all"
+    report_s: float = 0.0
+    front_ms: float = 0.0
+    chunk_ms: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

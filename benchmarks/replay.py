@@ -67,6 +67,7 @@ class Job:
     signals: str = "metrics ttft fit"
     in_flight: int = 0
     done: int = 0
+    streamed: int = 0
     tokens: int = 0
     retries: list[tuple[int, int]] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
@@ -105,6 +106,8 @@ class Replay:
     queue: list[tuple[float, float]] = field(default_factory=list)
     _engines: list[Engine] = field(default_factory=list)
     _busy: set[int] = field(default_factory=set)
+    _front_free_s: float = 0.0
+    _reported: Load | None = None
     _in_service: int = 0
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _serial: int = 0
@@ -119,6 +122,8 @@ class Replay:
         for job in self.jobs:
             self._at(job.start_s, lambda j=job: self._start(j))
         self._at(0.0, self._second)
+        if self.shape.report_s:
+            self._at(0.5, self._report)
         if self.interactive_per_s:
             self._at(0.0, self._interactive)
 
@@ -149,7 +154,9 @@ class Replay:
         self._at(self.now_s + 1.0, lambda: self._tick(job))
 
     def _tick(self, job: Job) -> None:
-        if "metrics" in job.signals:
+        if "metrics" in job.signals and self.shape.report_s:
+            self._tell(job)
+        elif "metrics" in job.signals:
             engines = self._engines[: self._in_service]
             if self.shape.metrics == "one":
                 engines = engines[:1]
@@ -158,6 +165,23 @@ class Replay:
         job.trace.append(job.flow.tick(self.now_s))
         self._fill(job)
         self._at(self.now_s + 1.0, lambda: self._tick(job))
+
+    def _tell(self, job: Job) -> None:
+        """What Ray's pages show, as `limiter.watch` hands it on: when it was reported, and up to a second late."""
+        if isinstance(job.flow, Flow):
+            job.flow.expect(self.now_s, self.shape.report_s)
+        if self._reported and int(self.now_s) % max(1, int(self.shape.report_s)) == 0:
+            job.flow.see(self.now_s - 1.0, self._reported)
+
+    def _report(self) -> None:
+        waiting, running = (sum(e.gauge[i] for e in self._engines) for i in (0, 1))
+        self._reported = Load(waiting, running, whole=True)
+        self._at(self.now_s + self.shape.report_s, self._report)
+
+    def _through_front(self, milliseconds: float) -> float:
+        """When the process before the engines is done with something that takes it so long."""
+        self._front_free_s = max(self.now_s, self._front_free_s) + milliseconds / 1000
+        return self._front_free_s
 
     def _fill(self, job: Job) -> None:
         if self.now_s >= job.stop_s:
@@ -172,6 +196,7 @@ class Replay:
                 cut=self._rng.random() < self.shape.hangup,
             )
             job.in_flight += 1
+            job.streamed += sent.stream
             job.flow.holds(job.in_flight)
             self._at(self.now_s + self.shape.network_s / 2, lambda s=sent: self._arrive(s))
             free -= 1
@@ -188,7 +213,8 @@ class Replay:
         if self.shape.reject_above is not None and len(engine.waiting) >= self.shape.reject_above:
             self._later(sent, "dropped")
             return
-        self._submit(engine, Request(sent.row[0], sent.row[1], owner=sent))
+        request = Request(sent.row[0], sent.row[1], owner=sent)
+        self._at(self._through_front(self.shape.front_ms / 2), lambda: self._submit(engine, request))
 
     def _submit(self, engine: Engine, request: Request) -> None:
         engine.submit(request)
@@ -207,9 +233,8 @@ class Replay:
             else:
                 request.owner.first_s = self.now_s + self.shape.network_s / 2
                 if request.owner.stream and request.completion_tokens > BEGINNING:
-                    self._at(
-                        request.owner.first_s + (BEGINNING - 1) * step_s, lambda r=request: self._begun(r.owner, step_s)
-                    )
+                    begun_s = request.owner.first_s + (BEGINNING - 1) * step_s
+                    self._at(begun_s, lambda r=request: self._begun(r.owner, step_s))
                 if request.owner.cut:
                     engine.cancel(request)
                     self._later(request.owner, "unreachable")
@@ -226,7 +251,9 @@ class Replay:
             sent.job.flow.begun([Begun(sent.sent_s, sent.first_s - sent.sent_s, step_s)])
 
     def _later(self, sent: _Sent, outcome: Outcome) -> None:
-        self._at(self.now_s + self.shape.network_s / 2, lambda: self._ended(sent, outcome))
+        streamed = sent.row[1] if sent.stream else 0
+        done_s = self._through_front(self.shape.front_ms / 2 + self.shape.chunk_ms * streamed)
+        self._at(done_s + self.shape.network_s / 2, lambda: self._ended(sent, outcome))
 
     def _ended(self, sent: _Sent, outcome: Outcome) -> None:
         job = sent.job

@@ -31,6 +31,10 @@ from airflow_provider_raylm.spec import Priority
 TICK_S = 1.0
 FRESH_S = 2.5
 """Age in seconds up to which a reading of the server's metrics describes the present."""
+SELDOM_S = 4.0
+"""Seconds between two readings above which metrics come too late to show what each change of the limit does."""
+IN_SIGHT = 0.1
+"""Part of this job's requests that engines must hold for their figures to be believed where none can be missing."""
 ARRIVED_S = 0.4
 """Time after a change of the limit before the server's metrics can show it."""
 PROBES_PER_S = 6.0
@@ -39,7 +43,7 @@ STREAMED_TOKENS_PER_S = 600.0
 three processes, of which one is full before the GPU is."""
 FIRST_PROBES = 64
 """Streamed rows of the first flight."""
-FEW_PROBES = 32
+FEW_PROBES = 16
 """Streamed rows in flight while slow start goes on between two readings of metrics that change seldom."""
 BUSY_PROXY_S = 0.15
 """What Ray Serve's proxy, ingress and replica may add to a first token when they are busy, besides the queue. Ray's
@@ -191,17 +195,30 @@ class Flow:
             self._every_s, self._load_s = every_s, now_s
 
     @property
+    def _seldom(self) -> bool:
+        return self._every_s > SELDOM_S
+
+    @property
     def _fresh_s(self) -> float:
         """Age up to which a reading is gone by."""
-        return FRESH_S if self._every_s <= FRESH_S else 2.5 * self._every_s
+        return max(FRESH_S, 2.5 * self._every_s)
 
-    def see(self, now_s: float, load: Load) -> None:
-        """Take in a reading of the server's metrics."""
+    def see(self, taken_s: float, load: Load) -> None:
+        """Take in a reading of the server's metrics.
+
+        Args:
+            taken_s: The clock when it was taken, at the earliest.
+            load: What it says. Where the engines hold less than what is in flight, though none of them is missing, the
+                rest is held up on its way to them, by a busy proxy say. No queue of theirs then means nothing, and the
+                limit stays.
+        """
         in_network = self._rows_per_s * (self.network_s + OVERHEAD_S)
         # a page that changes seldom is read a few seconds after it did
-        in_flight = self._in_flight if self._every_s <= FRESH_S else min(self._lately_in_flight)
+        in_flight = min(self._lately_in_flight) if self._seldom else self._in_flight
         if plausible(load, in_flight=in_flight, in_network=in_network):
-            self._load, self._load_s, self._load_is_new = load, now_s, True
+            self._load, self._load_s, self._load_is_new = load, taken_s, True
+        elif load.whole and load.waiting + load.running >= IN_SIGHT * in_flight:
+            self._load, self._load_s, self._load_is_new = load, taken_s, load.waiting > 0
 
     def holds(self, in_flight: int) -> None:
         """Say how many requests are in flight now."""
@@ -244,8 +261,7 @@ class Flow:
         if self.total.success > UNSTREAMED_ROWS and not self._probes_seen:
             return 0
         if now_s - self._load_s <= max(2 * FRESH_S, self._fresh_s):
-            seldom = self._every_s > FRESH_S
-            return max(1, self.limit // FEW_PROBES) if seldom and self._limit.slow_start else 0
+            return max(1, self.limit // FEW_PROBES) if self._seldom and self._limit.slow_start else 0
         if not self.total.success:
             return max(1, self.limit // FIRST_PROBES)
         tokens = max(1.0, self.total.completion_tokens / self.total.success)
@@ -341,7 +357,7 @@ class Flow:
             share=share,
             blind=blind,
             settled=settled,
-            instant=self.signal == "metrics" and self._every_s <= FRESH_S,
+            instant=self.signal == "metrics" and not self._seldom,
             sent_s=statistics.median(s.sent_s for s in basis) if basis else None,
             used=0.0 if self.loop_lag_s > LAGGING_S else self._peak / max(1, self.limit),
             dropped=self._dropped,
@@ -357,9 +373,9 @@ class Flow:
         `None` where the server's metrics say it better.
         """
         queue_seen = self._load is not None and self._load.waiting > 0
-        if now_s - self._load_s <= FRESH_S and (self._every_s <= FRESH_S or queue_seen):
+        if now_s - self._load_s <= (FRESH_S if self._seldom else self._fresh_s) and (queue_seen or not self._seldom):
             return None
-        overhead_s += BUSY_PROXY_S if self._every_s > FRESH_S else 0.0
+        overhead_s += BUSY_PROXY_S if self._seldom else 0.0
         since_s = self._limit.changed_s + SETTLE_S
         shares = [share_from_fit([s for s in successes if s.sent_s >= since_s], overhead_s=overhead_s)]
         if begun := [b for b in self._begun if b.sent_s >= since_s]:

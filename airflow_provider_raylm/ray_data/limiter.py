@@ -355,7 +355,7 @@ async def watch(reader: LoadReader, flow: Flow) -> None:
         if reader.every_s is not None:
             flow.expect(time.monotonic(), reader.every_s)
         if load is not None:
-            flow.see(time.monotonic(), load)
+            flow.see(time.monotonic() - reader.late_s, load)
         await asyncio.sleep(TICK_S / 2)
 
 

@@ -5,9 +5,9 @@ Where they are (read from the sources of Ray 2.60 and vLLM 0.29):
 - `vllm serve`: `/metrics` at the server's root, all engines of that server.
 - Ray Serve LLM with its default ingress: the public port answers 404 on `/metrics`, however many proxies and replicas
   there are. vLLM hands its gauges to Ray (`log_engine_metrics`, on by default), and every node shows those of its own
-  replicas as `ray_vllm_*` on its metrics export port. The whole endpoint is the sum over the nodes. Ray refreshes them
-  every `metrics_report_interval_ms`, 10 s by default, so a reading may describe the past; it counts only when it has
-  changed.
+  replicas as `ray_vllm_*` on its metrics export port. The whole endpoint is the sum over the nodes. A replica hands
+  them to Ray every `metrics_report_interval_ms`: each second where this package deployed it, else 10 s by default. So a
+  reading may describe the past; it counts only when every engine at work has reported since the last one.
 - Ray Serve LLM with direct streaming through HAProxy and `log_engine_metrics: false`: `/metrics` on the Serve port, of
   one replica a time; with several replicas the figures fall short of what we have in flight, and are not used.
 - A gateway in front: usually nothing, then streamed probes tell.
@@ -22,18 +22,18 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from airflow_provider_raylm.ray_data.signals import Load, read_load
+from airflow_provider_raylm.ray_data.signals import Load, read_load, read_made
 
 SEARCH_AGAIN_S = 30.0
 TIMEOUT_S = 2.0
-RAY_POLL_S = 2.0
+RAY_POLL_S = 1.0
 RAY_REPORT_S = 10.0
-"""Ray's default `metrics_report_interval_ms`."""
+"""Ray's default `metrics_report_interval_ms`: what is expected until a page has shown that it changes more often."""
 
 
 def metrics_urls(base_url: str) -> list[str]:
@@ -64,6 +64,31 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class Reports:
+    """Tells when the engines behind Ray have reported, and how often they do. Pure.
+
+    Attributes:
+        every_s: Seconds from one report to the next, the least that was seen.
+    """
+
+    def __init__(self, load: Load | None = None, made: Mapping[str, float] | None = None) -> None:
+        self.every_s = RAY_REPORT_S
+        self._load = load
+        self._made = dict(made or {})
+        self._reported_s: float | None = None
+
+    def take(self, now_s: float, load: Load, made: Mapping[str, float]) -> bool:
+        """Take in a reading and the tokens made by each engine; whether it tells more than the last one did."""
+        changed, self._load = load != self._load, load
+        reported = sum(tokens != self._made.get(engine) for engine, tokens in made.items())
+        if not 0 < load.busy <= reported:
+            return changed
+        if self._reported_s is not None:
+            self.every_s = min(self.every_s, now_s - self._reported_s)
+        self._reported_s, self._made = now_s, dict(made)
+        return True
+
+
 class LoadReader:
     """Finds the page that shows the endpoint's queue and reads it.
 
@@ -85,15 +110,20 @@ class LoadReader:
         self._on_ray = False
         self._search_s = 0.0
         self._ray_s = 0.0
-        self._last: Load | None = None
+        self._reports = Reports()
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def every_s(self) -> float | None:
-        """Seconds between two readings that differ; `None` while no page is found."""
+        """Seconds between two readings that count; `None` while no page is found."""
         if not self._found:
             return None
-        return RAY_REPORT_S if self._on_ray else 1.0
+        return self._reports.every_s if self._on_ray else 1.0
+
+    @property
+    def late_s(self) -> float:
+        """Age that a reading may have when it is read."""
+        return RAY_POLL_S if self._on_ray else 0.0
 
     async def read(self) -> Load | None:
         """The load now, `None` when nothing shows it or, on Ray's pages, nothing has changed since."""
@@ -104,14 +134,13 @@ class LoadReader:
             if now_s < self._ray_s:
                 return None
             self._ray_s = now_s + RAY_POLL_S
-        load = await self._sum(self._found)
+        load, made = await self._sum(self._found, on_ray=self._on_ray)
         if load is None:
             self._found = []
             return None
-        if self._on_ray and load == self._last:
-            return None
-        self._last = load
-        return load
+        if not self._on_ray:
+            return load
+        return load if self._reports.take(now_s, load, made) else None
 
     async def network_s(self) -> float | None:
         """Seconds a connection to the endpoint takes to be set up: the network's round trip, without any queue."""
@@ -140,24 +169,30 @@ class LoadReader:
             return None
         self._search_s = now_s + SEARCH_AGAIN_S
         for url in metrics_urls(self._base_url):
-            load = await self._sum([url])
+            load, _ = await self._sum([url], on_ray=False)
             if load is not None:
                 self._found, self._on_ray = [url], False
                 return load
         if self._ray_urls is not None:
             urls = list(await asyncio.to_thread(self._ray_urls, self._base_url))
-            load = await self._sum(urls) if urls else None
+            load, made = await self._sum(urls, on_ray=True)
             if load is not None:  # how old this first one is cannot be told: it is the next change that counts
-                self._found, self._on_ray, self._last = urls, True, load
+                self._found, self._on_ray, self._reports = urls, True, Reports(load, made)
         return None
 
-    async def _sum(self, urls: Sequence[str]) -> Load | None:
-        loads = [load for load in await asyncio.gather(*(self._page(url) for url in urls)) if load is not None]
+    async def _sum(self, urls: Sequence[str], *, on_ray: bool) -> tuple[Load | None, dict[str, float]]:
+        """The load of all pages that show one, and the tokens made by each engine on them."""
+        texts = await asyncio.gather(*(self._page(url) for url in urls))
+        loads = [load for text in texts if text and (load := read_load(text, self._model)) is not None]
         if not loads:
-            return None
-        return Load(waiting=sum(x.waiting for x in loads), running=sum(x.running for x in loads))
+            return None, {}
+        made = {engine: tokens for text in texts if text for engine, tokens in read_made(text, self._model).items()}
+        waiting, running, busy = (
+            sum(part) for part in zip(*((x.waiting, x.running, x.busy) for x in loads), strict=True)
+        )
+        return Load(waiting=waiting, running=running, busy=int(busy), whole=on_ray and None not in texts), made
 
-    async def _page(self, url: str) -> Load | None:
+    async def _page(self, url: str) -> str | None:
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
         own_host = urlsplit(url).netloc == urlsplit(self._base_url).netloc
@@ -165,6 +200,6 @@ class LoadReader:
             async with self._session.get(url, headers=self._headers if own_host else {}) as response:
                 if response.status != 200:
                     return None
-                return read_load(await response.text(errors="replace"), self._model)
+                return await response.text(errors="replace")
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
             return None

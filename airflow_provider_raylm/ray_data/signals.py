@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from airflow_provider_raylm.ray_data.contracts import Begun, Sample
 
@@ -29,6 +29,7 @@ _GAUGE = re.compile(
     r"(?:\{(?P<labels>[^}]*)\})?[ \t]+(?P<value>\S+)",
     re.MULTILINE,
 )
+_MADE = re.compile(r"^ray_vllm[:_]generation_tokens_total\{(?P<labels>[^}]*)\}[ \t]+(?P<value>\S+)", re.MULTILINE)
 _MODEL_LABEL = re.compile(r'\bmodel_name="([^"]*)"')
 _WAITING = frozenset({"waiting", "queue_reqs", "queue_size"})
 
@@ -40,10 +41,14 @@ class Load:
     Attributes:
         waiting: Not admitted yet, or preempted.
         running: In the model's batch.
+        busy: Engines with requests in their batch.
+        whole: No engine of the endpoint can be missing: what it does not hold is on its way to it.
     """
 
     waiting: float
     running: float
+    busy: int = field(default=0, compare=False)
+    whole: bool = field(default=False, compare=False)
 
     @property
     def waiting_share(self) -> float:
@@ -61,30 +66,45 @@ def read_load(text: str, model: str) -> Load | None:
         `None` when the page has no pair of gauges for this model.
     """
     sums: dict[str, dict[bool, float]] = {}
+    busy: dict[str, int] = {}
     for match in _GAUGE.finditer(text):
         label = _MODEL_LABEL.search(match["labels"] or "")
         try:
             value = float(match["value"])
         except ValueError:
             continue
-        of_model = sums.setdefault(label[1] if label else "", {})
+        name = label[1] if label else ""
+        of_model = sums.setdefault(name, {})
         waiting = match["kind"] in _WAITING
+        busy[name] = busy.get(name, 0) + (not waiting and value > 0)
         of_model[waiting] = of_model.get(waiting, 0.0) + value
-    found = sums.get(model) or (next(iter(sums.values())) if len(sums) == 1 else {})
-    return Load(waiting=found[True], running=found[False]) if len(found) == 2 else None
+    name = model if model in sums else next(iter(sums)) if len(sums) == 1 else ""
+    found = sums.get(name, {})
+    return Load(waiting=found[True], running=found[False], busy=busy[name]) if len(found) == 2 else None
+
+
+def read_made(text: str, model: str) -> dict[str, float]:
+    """Tokens that each engine of a model behind Ray has made, by its labels.
+
+    An engine that works shows another number each time it hands its figures to Ray, even if its queue stays as it is.
+    """
+    label = f'model_name="{model}"'
+    return {m["labels"]: float(m["value"]) for m in _MADE.finditer(text) if label in m["labels"]}
 
 
 def plausible(load: Load, *, in_flight: float, in_network: float) -> bool:
     """Whether the figures can describe the whole endpoint: they hold at least what we ourselves have there.
 
-    One replica of several behind a balancer shows only its own part.
+    One replica of several behind a balancer shows only its own part. Where no engine can be missing, a busy process
+    before them may hold up to half.
 
     Args:
         load: What the metrics page says.
         in_flight: Requests of this job under way when it was read.
         in_network: How many of them may have been between here and the server.
     """
-    return load.waiting + load.running >= 0.7 * (in_flight - in_network) - 2
+    part = 0.5 if load.whole else 0.7
+    return load.waiting + load.running >= part * (in_flight - in_network) - 2
 
 
 def are_buffered(probes: Sequence[Sample]) -> bool:

@@ -32,6 +32,9 @@ SCALING_FIELDS = frozenset(
 )
 """Fields of `deployment_config` that Serve changes on a running replica."""
 SURGE_FIELD = "max_surge_percent"
+REPORT_VARIABLE = "RAY_metrics_report_interval_ms"
+REPORT_MS = 1000
+"""Ray's least. An engine's queue is what query jobs go by; with Ray's default they see one that is up to 10 s old."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ def build(spec: DeploySpec, packages: tuple[str, ...], cpus: float) -> App:
     if bool(spec.llm_configs) == bool(spec.serve_config):
         raise SpecError("a deploy needs either llm_configs or a serve_config, and not both")
     if spec.serve_config:
-        return _from_serve_config(spec, packages)
-    app = _from_llm_configs(spec, packages)
+        return with_quick_metrics(_from_serve_config(spec, packages))
+    app = with_quick_metrics(_from_llm_configs(spec, packages))
     return app if "ingress_deployment_config" in spec.ingress else with_ingress(app, cpus)
 
 
@@ -133,6 +136,25 @@ def replicas_at_start(deployment: Any) -> int:
     if scaling is None:
         return int(config.num_replicas or 1)
     return max(1, int(scaling.initial_replicas if scaling.initial_replicas is not None else scaling.min_replicas))
+
+
+def with_quick_metrics(app: App) -> App:
+    """The application, its engines handing their gauges to Ray's metrics pages every second unless told otherwise."""
+    deployments = []
+    for deployment in app.built.deployments:
+        if _llm_config_of(deployment) is not None:
+            version = deployment._version
+            options = dict(deployment.ray_actor_options or {})
+            options["runtime_env"] = reporting_often(options.get("runtime_env") or {})
+            deployment = deployment.options(ray_actor_options=options)
+            deployment._version = version
+        deployments.append(deployment)
+    return dataclasses.replace(app, built=dataclasses.replace(app.built, deployments=deployments))
+
+
+def reporting_often(runtime_env: dict[str, Any]) -> dict[str, Any]:
+    """A runtime environment whose processes report their metrics every `REPORT_MS`, or as often as it says itself."""
+    return {**runtime_env, "env_vars": {REPORT_VARIABLE: str(REPORT_MS), **(runtime_env.get("env_vars") or {})}}
 
 
 def with_ingress(app: App, cpus: float) -> App:

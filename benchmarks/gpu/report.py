@@ -96,7 +96,7 @@ def steady_rate(trace: dict[str, list[Any]]) -> int | None:
 
 
 def first_s(trace: dict[str, list[Any]], in_flight: int) -> float | None:
-    """Seconds from the first request until so many were in flight, or up to one more: the trace has one row a second."""
+    """Seconds from the first request until so many were in flight, or up to one more: a trace has one row a second."""
     begun = next(i for i, n in enumerate(trace["in_flight"]) if n)
     before = trace["elapsed_s"][begun - 1] if begun else 0.0
     reached = next((t for t, n in zip(trace["elapsed_s"], trace["in_flight"], strict=True) if n >= in_flight), None)

@@ -15,6 +15,7 @@ from airflow_provider_raylm.ray_serve.app import (
     llm_config_kwargs,
     pick_application,
     replicas_at_start,
+    reporting_often,
     to_ask,
     without_scaling,
 )
@@ -58,6 +59,25 @@ def test_fingerprint_follows_the_configuration_and_not_the_run() -> None:
     assert fingerprint(dataclasses.replace(spec, route_prefix="/x"), {"ray": "2.60.0"}, ()) != base
     assert fingerprint(spec, {"ray": "2.55.1"}, ()) != base
     assert fingerprint(spec, {"ray": "2.60.0"}, ("gcs://p.zip",)) != base
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"env_vars": {"RAY_metrics_report_interval_ms": "1000"}}),
+        (
+            {"env_vars": {"A": "1"}, "pip": ["x"]},
+            {"env_vars": {"RAY_metrics_report_interval_ms": "1000", "A": "1"}, "pip": ["x"]},
+        ),
+        (
+            {"env_vars": {"RAY_metrics_report_interval_ms": "5000"}},
+            {"env_vars": {"RAY_metrics_report_interval_ms": "5000"}},
+        ),
+    ],
+)
+def test_engines_report_every_second_unless_told_otherwise(before: Any, after: Any) -> None:
+    """What the runtime environment has stays in it."""
+    assert reporting_often(before) == after
 
 
 def test_one_application_of_a_serve_config_is_deployed() -> None:
