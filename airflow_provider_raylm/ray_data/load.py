@@ -30,6 +30,7 @@ import aiohttp
 from airflow_provider_raylm.ray_data.signals import Load, read_load, read_made
 
 SEARCH_AGAIN_S = 30.0
+"""At most; at first a search follows the other sooner, since an engine that has had nothing to do shows no queue."""
 TIMEOUT_S = 2.0
 RAY_POLL_S = 1.0
 RAY_REPORT_S = 10.0
@@ -109,6 +110,7 @@ class LoadReader:
         self._found: list[str] = []
         self._on_ray = False
         self._search_s = 0.0
+        self._search_again_s = 1.0
         self._ray_s = 0.0
         self._reports = Reports()
         self._session: aiohttp.ClientSession | None = None
@@ -136,7 +138,7 @@ class LoadReader:
             self._ray_s = now_s + RAY_POLL_S
         load, made = await self._sum(self._found, on_ray=self._on_ray)
         if load is None:
-            self._found = []
+            self._found, self._search_again_s = [], 1.0
             return None
         if not self._on_ray:
             return load
@@ -167,7 +169,8 @@ class LoadReader:
         now_s = time.monotonic()
         if now_s < self._search_s:
             return None
-        self._search_s = now_s + SEARCH_AGAIN_S
+        self._search_s = now_s + self._search_again_s
+        self._search_again_s = min(SEARCH_AGAIN_S, 2 * self._search_again_s)
         for url in metrics_urls(self._base_url):
             load, _ = await self._sum([url], on_ray=False)
             if load is not None:

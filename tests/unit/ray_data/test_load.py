@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -101,6 +102,32 @@ async def test_the_pages_of_all_nodes_are_summed(pages: dict[str, str], monkeypa
         load = await reader.read()
         assert load == Load(waiting=1, running=8)
         assert not load.whole
+    finally:
+        await reader.close()
+
+
+async def test_a_queue_that_shows_up_only_at_work_is_found_soon(
+    pages: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh engine's gauges appear with its first requests; the search goes on, ever more slowly."""
+    now_s = 100.0
+    monkeypatch.setattr("airflow_provider_raylm.ray_data.load.time", SimpleNamespace(monotonic=lambda: now_s))
+    asked: list[float] = []
+
+    def urls(_: str) -> list[str]:
+        asked.append(now_s - 100.0)
+        return [f"{pages['url']}/node1"]
+
+    reader = LoadReader(f"{pages['url']}/v1", "qwen", "", urls)
+    try:
+        for _ in range(200):
+            assert await reader.read() is None
+            now_s += 0.5
+        assert asked == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0]
+        pages["/node1"] = page({"a": (1, 8, 9)})
+        now_s += 30.0
+        assert await reader.read() is None
+        assert reader.every_s == RAY_REPORT_S
     finally:
         await reader.close()
 
