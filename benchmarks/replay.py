@@ -214,7 +214,10 @@ class Replay:
             self._later(sent, "dropped")
             return
         request = Request(sent.row[0], sent.row[1], owner=sent)
-        self._at(self._through_front(self.shape.front_ms / 2), lambda: self._submit(engine, request))
+        if self.shape.front_ms:
+            self._at(self._through_front(self.shape.front_ms / 2), lambda: self._submit(engine, request))
+        else:
+            self._submit(engine, request)
 
     def _submit(self, engine: Engine, request: Request) -> None:
         engine.submit(request)

@@ -43,7 +43,7 @@ STREAMED_TOKENS_PER_S = 600.0
 three processes, of which one is full before the GPU is."""
 FIRST_PROBES = 64
 """Streamed rows of the first flight."""
-FEW_PROBES = 16
+FEW_PROBES = 8
 """Streamed rows in flight while slow start goes on between two readings of metrics that change seldom."""
 BUSY_PROXY_S = 0.15
 """What Ray Serve's proxy, ingress and replica may add to a first token when they are busy, besides the queue. Ray's
@@ -357,7 +357,7 @@ class Flow:
             share=share,
             blind=blind,
             settled=settled,
-            instant=self.signal == "metrics" and not self._seldom,
+            instant=self.signal == "metrics" and (self._limit.slow_start or not self._seldom),
             sent_s=statistics.median(s.sent_s for s in basis) if basis else None,
             used=0.0 if self.loop_lag_s > LAGGING_S else self._peak / max(1, self.limit),
             dropped=self._dropped,

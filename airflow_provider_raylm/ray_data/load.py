@@ -82,8 +82,10 @@ class Reports:
         """Take in a reading and the tokens made by each engine; whether it tells more than the last one did."""
         changed, self._load = load != self._load, load
         reported = sum(tokens != self._made.get(engine) for engine, tokens in made.items())
-        if not 0 < load.busy <= reported:
+        if not made or not load.busy:
             return changed
+        if reported < load.busy:
+            return False
         if self._reported_s is not None:
             self.every_s = min(self.every_s, now_s - self._reported_s)
         self._reported_s, self._made = now_s, dict(made)

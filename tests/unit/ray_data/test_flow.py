@@ -193,7 +193,7 @@ def test_pages_that_change_seldom_are_outrun_by_short_rows() -> None:
     flow.see(0.1, Load(waiting=0, running=64))
     for second in range(1, 8):
         flow.holds(flow.limit)
-        assert sum(flow.wants_stream(float(second)) for _ in range(flow.limit)) == 16
+        assert sum(flow.wants_stream(float(second)) for _ in range(flow.limit)) == 8
         flow.add(float(second), tally(success=40), short_rows(second - 0.6))
         flow.tick(float(second))
     assert flow.limit == 64 * 2**3  # a second for those sent together to pass, one for those that tell
@@ -217,6 +217,18 @@ def test_pages_that_change_seldom_are_outrun_by_streams_that_a_busy_proxy_delays
         flow.begun([Begun(second - 0.6, waited_s, 0.01)] * 6)
         flow.tick(float(second))
     assert flow.limit == limit
+
+
+def test_the_first_report_of_a_page_that_changes_seldom_is_not_waited_out() -> None:
+    """It was seen as soon as it changed, so it shows the server as it is: no row need end first."""
+    flow = Flow(0.0, first_limit=64)
+    flow.expect(0.0, 10.0)
+    for second, share in ((1, None), (2, 0.0)):
+        flow.holds(64)
+        if share is not None:
+            flow.see(second - 1.0, Load(waiting=0, running=64, whole=True))
+        assert flow.tick(float(second))["waiting_share"] == share
+    assert flow.limit == 128
 
 
 def test_streams_that_something_else_delays_do_not_hide_what_short_rows_tell() -> None:

@@ -46,7 +46,8 @@ def test_a_full_engine_reports_though_its_queue_stays_as_it_is() -> None:
 def test_engines_that_report_in_turn_are_not_taken_for_one_that_reports_often() -> None:
     """Each of two changes every 10 s, the page therefore every 5 s: both have reported only every 10 s."""
     reports = Reports(FULL, {"a": 0, "b": 0})
-    news = [reports.take(float(s), FULL, {"a": s // 10, "b": (s + 5) // 10}) for s in range(1, 41)]
+    loads = [Load(waiting=s // 5, running=16, busy=2) for s in range(41)]
+    news = [reports.take(float(s), loads[s], {"a": s // 10, "b": (s + 5) // 10}) for s in range(1, 41)]
     assert reports.every_s == 10.0
     assert [s for s, new in enumerate(news, 1) if new] == [10, 20, 30, 40]
 
@@ -99,6 +100,7 @@ async def test_the_pages_of_all_nodes_are_summed(pages: dict[str, str], monkeypa
         assert load == Load(waiting=8, running=16)
         assert (load.busy, load.whole) == (2, True)
         del pages["/node2"]
+        pages["/node1"] = page({"a": (1, 8, 12)})
         load = await reader.read()
         assert load == Load(waiting=1, running=8)
         assert not load.whole
