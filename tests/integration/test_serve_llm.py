@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,6 +20,8 @@ import psutil
 import pytest
 
 from airflow_provider_raylm.exceptions import SpecError
+from airflow_provider_raylm.ray_data.flow import SELDOM_S
+from airflow_provider_raylm.ray_data.load import LoadReader
 from airflow_provider_raylm.ray_serve.preflight import check_engine_kwargs
 from airflow_provider_raylm.spec import DeploySpec, LeaseSpec, TeardownSpec
 from demo.model import TINY_QWEN3_ID, cpu_llm_config, tiny_qwen3, tiny_qwen3_adapter
@@ -67,8 +70,14 @@ def spec(*llm_configs: dict[str, Any], port: int = 8000, **fields: Any) -> Deplo
     )
 
 
-def chat(base_url: str, model: str = TINY_QWEN3_ID, timeout_s: float = 30) -> dict[str, Any]:
-    body = {"model": model, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 4, "temperature": 0}
+def chat(base_url: str, model: str = TINY_QWEN3_ID, timeout_s: float = 30, **options: Any) -> dict[str, Any]:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "你好"}],
+        "max_tokens": 4,
+        "temperature": 0,
+        **options,
+    }
     request = urllib.request.Request(
         f"{base_url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -93,6 +102,26 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+async def report_s(cluster: Cluster, base_url: str, seconds: float = 90) -> float | None:
+    """Seconds between two reports of an engine at work on the metrics pages, as flow control sees it."""
+    found = json.loads((cluster.node.temp_dir / "prom_metrics_service_discovery.json").read_text())
+    urls = [f"http://{target}/metrics" for entry in found for target in entry["targets"]]
+    reader = LoadReader(base_url, TINY_QWEN3_ID, "", lambda _: urls)
+    long = {"max_tokens": 300, "ignore_eos": True}
+    asked = asyncio.create_task(asyncio.to_thread(chat, base_url, timeout_s=60, **long))
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline and (reader.every_s or 10) > SELDOM_S:
+            await reader.read()
+            await asyncio.sleep(0.2)
+            if asked.done():
+                asked = asyncio.create_task(asyncio.to_thread(chat, base_url, timeout_s=60, **long))
+        return reader.every_s
+    finally:
+        await reader.close()
+        await asked
 
 
 ON_GPUS = {
@@ -199,6 +228,8 @@ def test_endpoint_answers_recovers_from_a_killed_engine_and_is_gone_after_teardo
     assert all(reply["usage"]["completion_tokens"] > 0 for reply in replies.values())
     texts = {model: reply["choices"][0]["message"]["content"] for model, reply in replies.items()}
     assert texts[STORED_ID] == texts[TINY_QWEN3_ID] != texts[deployed["adapters"][0]]
+
+    assert (asyncio.run(report_s(cluster, deployed["base_url"])) or 10) <= SELDOM_S
 
     running = {p.pid: p for p in engines(cluster) if p.pid not in before}
     assert len(running) == 2
