@@ -58,7 +58,8 @@ class DeployQwenServeOperator(RaySubmitJobOperator):
         autoscaling_config: `min_replicas`, `max_replicas`, ...; goes into `deployment_config`.
         accelerator_type: `H20`, `L20`, `A10G`, ...: only GPUs of this kind.
         llm_config: More arguments of `ray.serve.llm.LLMConfig` for this model: `runtime_env`,
-            `placement_group_config`, ...
+            `placement_group_config`, ... Engines report their metrics every second unless `env_vars` of `runtime_env`
+            say otherwise (`RAY_metrics_report_interval_ms`): it is what query jobs go by.
         llm_configs: Instead of the arguments above: arguments of `LLMConfig`, one dict per model. With `lora_config`
             (`dynamic_lora_loading_path`) and `enable_lora` in `engine_kwargs`, a model answers under the name
             `<model_id>:<folder>` with each LoRA adapter that lies there.

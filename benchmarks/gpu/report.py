@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.run import VARIANTS
+
 Line = dict[str, Any]
 
 
@@ -33,7 +35,7 @@ def main() -> None:
     print(table(results))
     queries = [line for line in lines if line["stage"] == "query" and line.get("trace", {}).get("elapsed_s")]
     if queries:
-        draw(queries, results["ceiling_tokens_per_s"], args.to / "gpu.svg")
+        draw([q for q in queries if q["machine"] == machine], results["ceiling_tokens_per_s"], args.to / "gpu.svg")
 
 
 def summary(lines: Sequence[Line]) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
             if (f["machine"], f.get("variant")) == (line["machine"], line["variant"]) and f.get("tokens_per_s")
         ]
         best = max(sweep, key=lambda f: f["tokens_per_s"], default=None)
-        asking_s, steady = line["flow"]["asking_s"], steady_rate(line["trace"])
+        asking_s = line["flow"]["asking_s"]
         whole = line["completion_tokens"] / asking_s
         figures: Line = {
             "machine": line["machine"],
@@ -69,14 +71,12 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
             "asking_s": asking_s,
             "rows_per_s": round(line["rows"] / asking_s, 1),
             "tokens_per_s": round(whole),
-            "steady_tokens_per_s": steady,
         }
-        if ceiling := ceilings.get(line["machine"]):
+        ceiling = ceilings.get(line["machine"])
+        if ceiling and not VARIANTS[line["variant"]].model:
             figures["of_ceiling"] = round(whole / ceiling, 3)
         if best:
             figures["of_best_fixed"] = round(whole / best["tokens_per_s"], 3)
-            if steady and best.get("steady_tokens_per_s"):
-                figures["steady_of_best_fixed"] = round(steady / best["steady_tokens_per_s"], 3)
             enough = min(f["concurrency"] for f in sweep if f["tokens_per_s"] >= 0.9 * best["tokens_per_s"])
             figures["s_to_90_percent"] = first_s(line["trace"], enough)
             figures["in_flight_at_90_percent"] = enough
@@ -85,22 +85,33 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
     return {"ceiling_tokens_per_s": rounded, "queries": queries, "stages": by_stage}
 
 
-def steady_rate(trace: dict[str, list[Any]]) -> int | None:
-    """Tokens/s finished while at least 90 % of the most requests were in flight."""
-    in_flight, at, tokens = trace["in_flight"], trace["elapsed_s"], trace["completion_tokens"]
-    if not in_flight:
-        return None
-    full = [i for i, n in enumerate(in_flight) if n >= 0.9 * max(in_flight)]
-    seconds = at[full[-1]] - at[full[0]]
-    return round((tokens[full[-1]] - tokens[full[0]]) / seconds) if seconds >= 5 else None
-
-
 def first_s(trace: dict[str, list[Any]], in_flight: int) -> float | None:
-    """Seconds from the first request until so many were in flight, or up to one more: a trace has one row a second."""
+    """Seconds from the first request until about so many were in flight, or one more: a trace has one row a second."""
     begun = next(i for i, n in enumerate(trace["in_flight"]) if n)
     before = trace["elapsed_s"][begun - 1] if begun else 0.0
-    reached = next((t for t, n in zip(trace["elapsed_s"], trace["in_flight"], strict=True) if n >= in_flight), None)
+    reached = next(
+        (t for t, n in zip(trace["elapsed_s"], trace["in_flight"], strict=True) if n >= 0.95 * in_flight), None
+    )
     return None if reached is None else round(reached - before, 1)
+
+
+def generated(query: Line, window_s: float = 4.0) -> tuple[list[float], list[float]]:
+    """Times as in the trace, within a second, and tokens/s that the engine generated around them, by its counter."""
+    trace = query["trace"]
+    first_s = next(t for t, n in zip(trace["elapsed_s"], trace["in_flight"], strict=True) if n)
+    made: list[tuple[float, float]] = []
+    for sample in query["watch"]:
+        tokens = sample.get("generation_tokens_total")
+        if tokens is not None and (not made or tokens != made[-1][1]):
+            made.append((sample["t"], tokens))
+    begun_s = made[1][0]
+    at, rate = [], []
+    for i, (end_s, tokens) in enumerate(made):
+        start = next((m for m in reversed(made[:i]) if m[0] <= end_s - window_s), None)
+        if start is not None:
+            at.append((start[0] + end_s) / 2 - begun_s + first_s)
+            rate.append((tokens - start[1]) / (end_s - start[0]))
+    return at, rate
 
 
 def table(results: dict[str, Any]) -> str:
@@ -133,7 +144,7 @@ def table(results: dict[str, Any]) -> str:
             f"ai_query, machine {q['machine']}, {q['variant']}",
             "adaptive",
             q["rows_per_s"],
-            f"{q['tokens_per_s']:,} / {q['steady_tokens_per_s'] or 0:,}",
+            f"{q['tokens_per_s']:,}",
             q["errors"],
         )
         for q in results["queries"]
@@ -143,7 +154,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw(queries: Iterable[Line], ceilings: dict[int, int], path: Path) -> None:
-    """Limit and requests in flight, and tokens/s against the ceiling, over the time of each query."""
+    """Limit and requests in flight, and tokens/s against the ceiling, over the time of each query of one machine."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -155,14 +166,11 @@ def draw(queries: Iterable[Line], ceilings: dict[int, int], path: Path) -> None:
     )
     for column, query in enumerate(queries):
         trace = query["trace"]
-        at, tokens = trace["elapsed_s"], trace["completion_tokens"]
         above, below = axes[0][column], axes[1][column]
-        above.plot(at, trace["limit"], label="limit")
-        above.plot(at, trace["in_flight"], label="in flight")
+        above.plot(trace["elapsed_s"], trace["limit"], label="limit")
+        above.plot(trace["elapsed_s"], trace["in_flight"], label="in flight")
         above.set_title(f"machine {query['machine']}, {query['rows']} rows")
-        span = 5
-        rate = [(tokens[i] - tokens[i - span]) / (at[i] - at[i - span]) for i in range(span, len(at))]
-        below.plot(at[span:], rate, color="tab:green", label="tokens/s finished (5 s mean)")
+        below.plot(*generated(query), color="tab:green", label="tokens/s generated")
         if ceiling := ceilings.get(query["machine"]):
             below.axhline(ceiling, linestyle="--", color="gray", label="vLLM offline")
         below.set_xlabel("seconds")
