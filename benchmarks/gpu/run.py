@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -420,13 +421,14 @@ def teardown(bench: Bench, _: str) -> None:
 
 
 def end(bench: Bench, _: str) -> None:
-    """Stop the Ray head."""
+    """Stop the Ray head, and remove what it wrote."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(bench.state["head"]["pid"], signal.SIGTERM)
     for _second in range(30):
         if not Path(f"/proc/{bench.state['head']['pid']}").exists():
             break
         time.sleep(1)
+    shutil.rmtree(bench.state["head"]["temp_dir"], ignore_errors=True)
     bench.emit("memory", when="after", **gpu_snapshot())
 
 
