@@ -10,6 +10,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,15 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayNode]:
     with ray_head(num_cpus=2) as node:
+        asker, deadline = Asker(node.dashboard_url, node.token), time.monotonic() + 120
+        while True:  # until its agent runs, a head answers 500 to a job
+            first = f"first-{uuid.uuid4().hex[:8]}"
+            answer = asker.ask("POST", "/api/jobs/", {"submission_id": first, "entrypoint": "true"})
+            if answer[0] == 200:
+                break
+            assert time.monotonic() < deadline, answer
+            time.sleep(1)
+        asker.until(first, "SUCCEEDED")
         yield node
 
 
