@@ -6,9 +6,10 @@ compares with a smallest latency seen earlier: a job that starts on a busy serve
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from airflow_provider_raylm.ray_data.contracts import Begun, Sample
@@ -78,7 +79,7 @@ def read_load(text: str, model: str) -> Load | None:
         waiting = match["kind"] in _WAITING
         busy[name] = busy.get(name, 0) + (not waiting and value > 0)
         of_model[waiting] = of_model.get(waiting, 0.0) + value
-    name = model if model in sums else next(iter(sums)) if len(sums) == 1 else ""
+    name = _shown_as(model, sums)
     found = sums.get(name, {})
     return Load(waiting=found[True], running=found[False], busy=busy[name]) if len(found) == 2 else None
 
@@ -88,8 +89,17 @@ def read_made(text: str, model: str) -> dict[str, float]:
 
     An engine that works shows another number each time it hands its figures to Ray, even if its queue stays as it is.
     """
-    label = f'model_name="{model}"'
-    return {m["labels"]: float(m["value"]) for m in _MADE.finditer(text) if label in m["labels"]}
+    made: dict[str, dict[str, float]] = {}
+    for match in _MADE.finditer(text):
+        label = _MODEL_LABEL.search(match["labels"])
+        with contextlib.suppress(ValueError):
+            made.setdefault(label[1] if label else "", {})[match["labels"]] = float(match["value"])
+    return made.get(_shown_as(model, made), {})
+
+
+def _shown_as(model: str, names: Collection[str]) -> str:
+    """The name a page shows a model under: its own, or the only one there, as with a LoRA adapter of another model."""
+    return model if model in names else next(iter(names)) if len(names) == 1 else ""
 
 
 def plausible(load: Load, *, in_flight: float, in_network: float) -> bool:

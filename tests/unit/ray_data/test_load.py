@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from airflow_provider_raylm.ray_data.load import RAY_REPORT_S, LoadReader, Reports
-from airflow_provider_raylm.ray_data.signals import Load
+from airflow_provider_raylm.ray_data.signals import Load, read_made
 
 FULL = Load(waiting=9, running=16, busy=2)
 
@@ -64,6 +64,19 @@ def test_a_queue_that_changes_is_news_even_where_no_tokens_are_shown() -> None:
     reports = Reports(FULL, {})
     assert not reports.take(1.0, FULL, {})
     assert reports.take(2.0, Load(waiting=0, running=0), {})
+
+
+@pytest.mark.parametrize(("model", "made"), [("qwen", [7.0]), ("qwen:loud", [7.0]), ("", [7.0])])
+def test_an_adapter_is_served_by_the_engines_of_its_model(model: str, made: list[float]) -> None:
+    """A page shows the model it was loaded for, under that name."""
+    assert list(read_made(page({"a": (0, 1, 7)}), model).values()) == made
+
+
+def test_engines_of_other_models_do_not_count() -> None:
+    """One cluster, two endpoints: the page shows both."""
+    both = page({"a": (0, 1, 7)}) + "\n" + page({"b": (0, 1, 9)}, model="other")
+    assert list(read_made(both, "other").values()) == [9.0]
+    assert read_made(both, "third") == {}
 
 
 @pytest.fixture
