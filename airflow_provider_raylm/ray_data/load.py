@@ -84,8 +84,8 @@ class Reports:
         reported = sum(tokens != self._made.get(engine) for engine, tokens in made.items())
         if not made or not load.busy:
             return changed
-        if reported < load.busy:
-            return False
+        if reported < load.busy:  # what a dead engine last said may stay there: the others are not ignored for it
+            return changed and self._reported_s is not None and now_s - self._reported_s > 3 * RAY_REPORT_S
         if self._reported_s is not None:
             self.every_s = min(self.every_s, now_s - self._reported_s)
         self._reported_s, self._made = now_s, dict(made)

@@ -59,6 +59,15 @@ def test_an_idle_engine_is_not_waited_for() -> None:
     assert reports.take(1.0, one, {"a": 5, "b": 7})
 
 
+def test_an_engine_that_died_is_not_waited_for_for_ever() -> None:
+    """Its last words stay on the page; after three reports' time what the others say counts again."""
+    reports = Reports(FULL, {"dead": 1, "alive": 1})
+    assert reports.take(1.0, FULL, {"dead": 2, "alive": 2})
+    for second, news in ((11.0, False), (21.0, False), (31.0, False), (41.0, True), (51.0, True)):
+        load = Load(waiting=second, running=16, busy=2)
+        assert reports.take(second, load, {"dead": 2, "alive": second}) == news
+
+
 def test_a_queue_that_changes_is_news_even_where_no_tokens_are_shown() -> None:
     """Pages of an older vLLM, and an endpoint that becomes idle."""
     reports = Reports(FULL, {})
