@@ -96,20 +96,24 @@ def first_s(trace: dict[str, list[Any]], in_flight: int) -> float | None:
 
 
 def generated(query: Line, window_s: float = 4.0) -> tuple[list[float], list[float]]:
-    """Times as in the trace, within a second, and tokens/s that the engine generated around them, by its counter."""
+    """Times as in the trace, within a second, and tokens/s that the engine generated around them, by its counter.
+
+    The counter's last change is the trace's end: what it shows before the first request is of the run before.
+    """
     trace = query["trace"]
-    first_s = next(t for t, n in zip(trace["elapsed_s"], trace["in_flight"], strict=True) if n)
+    asked = [t for t, n in zip(trace["elapsed_s"], trace["in_flight"], strict=True) if n]
     made: list[tuple[float, float]] = []
     for sample in query["watch"]:
         tokens = sample.get("generation_tokens_total")
         if tokens is not None and (not made or tokens != made[-1][1]):
             made.append((sample["t"], tokens))
-    begun_s = made[1][0]
+    shift_s = asked[-1] - made[-1][0]
+    made = [(t + shift_s, tokens) for t, tokens in made if t + shift_s >= asked[0]]
     at, rate = [], []
     for i, (end_s, tokens) in enumerate(made):
         start = next((m for m in reversed(made[:i]) if m[0] <= end_s - window_s), None)
         if start is not None:
-            at.append((start[0] + end_s) / 2 - begun_s + first_s)
+            at.append((start[0] + end_s) / 2)
             rate.append((tokens - start[1]) / (end_s - start[0]))
     return at, rate
 
