@@ -30,8 +30,9 @@ def airflow_env(home: Path, *, connections: dict[str, dict[str, Any]], deferrabl
         "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "false",
         "AIRFLOW__CORE__TEST_CONNECTION": "Enabled",
-        # SQLite lets one process write at a time; on a busy machine the others wait for longer than its usual 5 s
-        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home}/airflow.db?timeout=60",
+        # SQLite lets one process write at a time; on a busy machine the others wait for longer than its usual 5 s. Two
+        # requests of one API server can wait for each other, which ends with the time and a 500 for one of them.
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home}/airflow.db?timeout=15",
         "AIRFLOW__OPERATORS__DEFAULT_DEFERRABLE": str(deferrable).lower(),
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "false",
         **{f"AIRFLOW_CONN_{conn_id.upper()}": json.dumps(fields) for conn_id, fields in connections.items()},

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tenacity
 
 from demo.airflow_home import airflow_env, migrate
 from demo.ray_head import free_ports
@@ -47,6 +48,11 @@ for mode in ("worker", "triggerer"):
             on_execute_callback=tell,
         )
 """
+
+
+def is_broken(exc: BaseException) -> bool:
+    """Airflow's answer when requests waited for each other's SQLite lock: a person would click again."""
+    return isinstance(exc, urllib.error.HTTPError) and exc.code == 500
 
 
 @dataclass
@@ -79,6 +85,7 @@ class Airflow:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(grace)
 
+    @tenacity.retry(retry=tenacity.retry_if_exception(is_broken), stop=tenacity.stop_after_attempt(3), reraise=True)
     def call(self, method: str, path: str, body: Any = None) -> Any:
         request = urllib.request.Request(
             f"{self.url}{path}", method=method, data=None if body is None else json.dumps(body).encode()
